@@ -1,0 +1,228 @@
+"""The only owner of K/V memory.
+
+`LayerSpec` and `Rope` describe one layer as data. `KVStore` holds, for every layer that owns memory, one tensor of keys and one of
+values with a row per cell. It knows nothing of positions or sequences: it is told cells and tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from onekv.core.window import Window
+from onekv.errors import ConfigError
+
+VLayout = Literal["rows", "transposed"]
+
+_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How one layer's stored keys are rotated by position, so that a stored key can be moved to another position.
+
+    Attributes:
+        inv_freq: angle per position of each rotated pair, radians, [rotary pairs]
+        layout:   "half" pairs dim i with i + pairs; "interleaved" pairs 2i with 2i + 1
+        offset:   first rotated dim of the head; dims outside [offset, offset + 2 * pairs) are not rotated
+        part:     the buffer that holds the rotated vector; DeepSeek's latent attention keeps it where values go
+    """
+
+    inv_freq: tuple[float, ...]
+    layout: Literal["half", "interleaved"] = "half"
+    offset: int = 0
+    part: Literal["key", "value"] = "key"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inv_freq", tuple(float(f) for f in self.inv_freq))
+        if not self.inv_freq:
+            raise ConfigError("Rope needs at least one frequency; a layer that is not rotated has rope=None")
+        if self.layout not in ("half", "interleaved"):
+            raise ConfigError(f'Rope layout is "half" or "interleaved", got {self.layout!r}')
+        if self.part not in ("key", "value"):
+            raise ConfigError(f'Rope part is "key" or "value", got {self.part!r}')
+        if self.offset < 0:
+            raise ConfigError(f"Rope offset must not be negative, got {self.offset}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One model layer's keys and values.
+
+    Attributes:
+        num_kv_heads: G
+        head_dim:     D, width of a key head
+        value_dim:    width of a value head; None means head_dim
+        window:       which positions a query of this layer sees
+        source:       index of the layer whose K/V this one reads; None if it has its own. A reading layer never writes
+        rope:         how stored keys turn with position; None if they do not (a shift then moves positions only)
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+    window: Window = field(default_factory=Window.full)
+    source: int | None = None
+    rope: Rope | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_dim", "value_dim"):
+            value = getattr(self, name)
+            if value is None and name == "value_dim":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"LayerSpec.{name} must be a positive integer, got {value!r}")
+        if self.rope is not None:
+            width = self.head_dim if self.rope.part == "key" else self.v_dim
+            if self.rope.offset + 2 * len(self.rope.inv_freq) > width:
+                raise ConfigError(
+                    f"LayerSpec.rope rotates dims [{self.rope.offset}, {self.rope.offset + 2 * len(self.rope.inv_freq)}), "
+                    f"but the {self.rope.part} head has {width}"
+                )
+
+    @property
+    def v_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+
+def owning_layers(layers: Sequence[LayerSpec]) -> list[int]:
+    """For each layer the layer whose memory it reads: itself, or where its `source` leads.
+
+    Raises:
+        ConfigError: a source that is not an earlier owning layer, or whose geometry or window differs.
+    """
+    owner: list[int] = []
+    for i, spec in enumerate(layers):
+        if spec.source is None:
+            owner.append(i)
+            continue
+        if isinstance(spec.source, bool) or not isinstance(spec.source, int) or not 0 <= spec.source < i:
+            raise ConfigError(f"layer {i} reads layer {spec.source!r}; the source must be an earlier layer (0 to {i - 1})")
+        root = owner[spec.source]
+        other = layers[root]
+        if (spec.num_kv_heads, spec.head_dim, spec.v_dim) != (other.num_kv_heads, other.head_dim, other.v_dim):
+            raise ConfigError(f"layer {i} reads layer {root} but its heads differ: {spec} and {other}")
+        if spec.window != other.window:
+            raise ConfigError(f"layer {i} reads layer {root} but its window differs: {spec.window} and {other.window}")
+        owner.append(root)
+    return owner
+
+
+def dtype_of(name: str, what: str) -> torch.dtype:
+    """The torch dtype called `name`; `what` names the setting in the error."""
+    try:
+        return _DTYPES[name]
+    except (KeyError, TypeError):
+        raise ConfigError(f"{what} must be one of {', '.join(_DTYPES)}; got {name!r}") from None
+
+
+class KVStore:
+    """Keys and values of every owning layer, one row per cell.
+
+    Args:
+        layers:    one spec per model layer
+        num_cells: cells of every layer, or one number per layer
+        k_dtype, v_dtype: "float32", "float16" or "bfloat16"
+        v_layout:  "rows" keeps a cell's values together; "transposed" keeps one dim of all cells together.
+                   Only the strides differ: every method takes and gives the same shapes.
+
+    Memory is zeroed, so that a cell never written holds no NaN.
+
+    >>> store = KVStore([LayerSpec(num_kv_heads=2, head_dim=4)], num_cells=8)
+    >>> store.store(0, torch.tensor([5, 2, 7]), torch.ones(3, 2, 4), torch.zeros(3, 2, 4))
+    >>> store.keys(0)[:, 0, 0]
+    tensor([0., 0., 1., 0., 0., 1., 0., 1.])
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        num_cells: int | Sequence[int],
+        k_dtype: str = "float32",
+        v_dtype: str | None = None,
+        device: str | torch.device = "cpu",
+        v_layout: VLayout = "rows",
+    ) -> None:
+        self.layers = tuple(layers)
+        self.owner = owning_layers(self.layers)
+        self.device = torch.device(device)
+        self.k_dtype = dtype_of(k_dtype, "k_dtype")
+        self.v_dtype = dtype_of(k_dtype if v_dtype is None else v_dtype, "v_dtype")
+        if v_layout not in ("rows", "transposed"):
+            raise ConfigError(f'v_layout is "rows" or "transposed", got {v_layout!r}')
+        self.v_layout = v_layout
+        counts = [num_cells] * len(self.layers) if isinstance(num_cells, int) else list(num_cells)
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        for i in self.physical:
+            spec, cells = self.layers[i], counts[i]
+            self._k[i] = torch.zeros(cells, spec.num_kv_heads, spec.head_dim, dtype=self.k_dtype, device=self.device)
+            if v_layout == "rows":
+                self._v[i] = torch.zeros(cells, spec.num_kv_heads, spec.v_dim, dtype=self.v_dtype, device=self.device)
+            else:
+                across = torch.zeros(spec.num_kv_heads, spec.v_dim, cells, dtype=self.v_dtype, device=self.device)
+                self._v[i] = across.permute(2, 0, 1)
+
+    @property
+    def physical(self) -> list[int]:
+        """The layers that own memory, ascending; each once."""
+        return [i for i, owner in enumerate(self.owner) if i == owner]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(t.nbytes for part in (self._k, self._v) for t in part.values())
+
+    def cell_nbytes(self, layers: Sequence[int] | None = None) -> int:
+        """Bytes one cell takes over the given physical layers (all by default)."""
+        chosen = self.physical if layers is None else layers
+        return sum(self._k[i][0].nbytes + self._v[i][0].nbytes for i in chosen)
+
+    def keys(self, layer: int) -> Tensor:
+        """Keys of the layer `layer` reads, [C, G, D] in the stored dtype. The memory itself, not a copy."""
+        return self._k[self.owner[layer]]
+
+    def values(self, layer: int) -> Tensor:
+        """Values of the layer `layer` reads, [C, G, Dv] in the stored dtype. The memory itself, not a copy."""
+        return self._v[self.owner[layer]]
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the keys and values of T new tokens of one layer into their cells.
+
+        Does not change which sequences may read a cell; only `Cells` does.
+
+        Shapes:
+            slots: [T] int64, each in [0, C), no two equal
+            k, v:  [T, G, D] and [T, G, Dv], any float dtype; converted to the store's
+        Raises:
+            ConfigError: a shape or dtype differs (names the argument, what came, what was expected), or `layer` reads another
+                layer's cells and never writes.
+        Cost: copies T*G*(D + Dv) elements; does not wait for the device.
+        Source: spec 4.9.
+        """
+        if self.owner[layer] != layer:
+            raise ConfigError(f"layer {layer} reads the cells of layer {self.owner[layer]} and never writes")
+        spec, rows = self.layers[layer], slots.shape[0]
+        for name, came, width in (("k", k, spec.head_dim), ("v", v, spec.v_dim)):
+            expected = (rows, spec.num_kv_heads, width)
+            if tuple(came.shape) != expected:
+                raise ConfigError(f"layer {layer}: {name} has shape {tuple(came.shape)}, expected [T, G, D] = {list(expected)}")
+            if not came.is_floating_point():
+                raise ConfigError(f"layer {layer}: {name} must be a float tensor, got {came.dtype}")
+        self._k[layer].index_copy_(0, slots, k.to(self.device, self.k_dtype))
+        self._v[layer].index_copy_(0, slots, v.to(self.device, self.v_dtype))
+
+    def gather(self, layer: int, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [n, G, D] and values [n, G, Dv] of the given cells as float32, in the order of `cells`. A copy."""
+        return self.keys(layer).index_select(0, cells).float(), self.values(layer).index_select(0, cells).float()
+
+    def zero(self) -> None:
+        """Zero every key and value. Cost: one pass over the memory."""
+        for part in (self._k, self._v):
+            for tensor in part.values():
+                tensor.zero_()
