@@ -49,9 +49,9 @@ class WindowLost(BatchError):
 class CacheFull(OneKVError):
     """The buffer has not enough cells for what was asked. Nothing has changed.
 
-        needed:  cells asked for, in the group that is short
-        free:    cells that could have been used there
-        group:   index of that layer group
+    needed:  cells asked for, in the group that is short
+    free:    cells that could have been used there
+    group:   index of that layer group
     """
 
     def __init__(self, message: str, *, needed: int, free: int, group: int = 0) -> None:
@@ -76,8 +76,8 @@ class UnsupportedModel(OneKVError):
 class RequestTooLarge(OneKVError):
     """A request that can never fit, whatever is evicted.
 
-        needed:  cells the request would take
-        limit:   the most a request may take here
+    needed:  cells the request would take
+    limit:   the most a request may take here
     """
 
     def __init__(self, message: str, *, needed: int, limit: int) -> None:

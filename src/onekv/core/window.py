@@ -84,3 +84,25 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window.{_NAMES[self.kind]}({'' if self.is_full else self.size})"
+
+
+def bucket_of(distance: NDArray[np.integer], num_buckets: int, max_distance: int, bidirectional: bool) -> NDArray[np.int64]:
+    """T5's bucket of a relative position, same shape.
+
+    Args:
+        distance: key position minus query position
+    Source: spec 4.11. The logarithm is taken in float32, as the models were trained with.
+    """
+    relative = np.asarray(distance, np.int64)
+    if bidirectional:
+        num_buckets //= 2
+        offset = np.where(relative > 0, num_buckets, 0)
+        steps = np.abs(relative)
+    else:
+        offset = np.zeros_like(relative)
+        steps = np.maximum(-relative, 0)
+    exact = num_buckets // 2
+    ratio = np.maximum(steps, exact).astype(np.float32) / np.float32(exact)
+    scale = np.float32(np.log(max_distance / exact))
+    far = exact + (np.log(ratio) / scale * np.float32(num_buckets - exact)).astype(np.int64)
+    return offset + np.where(steps < exact, steps, np.minimum(far, num_buckets - 1))

@@ -1,0 +1,45 @@
+"""The oracle: a dense mask over all cells, one query at a time, in float64. Slow and plain; every other backend is compared with it.
+
+The mask is made from the cells' own positions and owners, not from rows, so that it shares nothing with the ranges.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onekv.attention import Score, View
+from onekv.storage import KVStore
+
+
+def dense_mask(view: View) -> NDArray[np.bool_]:
+    """Which cell every query sees, [T, C]. Spec 4.10. Cost: O(T x C)."""
+    group = view.group
+    rows = []
+    for seq, query in zip(view.seqs.tolist(), view.queries.tolist(), strict=True):
+        rows.append(group.owned_by(seq) & (group.position >= 0) & group.window.visible(group.position, query, view.causal))
+    return np.array(rows)
+
+
+def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
+    """See `onekv.attention.Attend`. Cost: O(T x C)."""
+    mask = view.once("dense_mask", dense_mask)
+    heads, groups = q.shape[1], store.keys(layer).shape[1]
+    out = []
+    for i in range(q.shape[0]):
+        cells = np.flatnonzero(mask[i])
+        index = torch.from_numpy(cells).to(store.device)
+        k = store.keys(layer)[index].double().repeat_interleave(heads // groups, dim=1)  # [n, H, D]
+        v = store.values(layer)[index].double().repeat_interleave(heads // groups, dim=1)  # [n, H, Dv]
+        logits = torch.einsum("hd,nhd->hn", q[i].double(), k) * score.scale
+        if score.softcap is not None:
+            logits = score.softcap * torch.tanh(logits / score.softcap)
+        if score.has_bias:
+            logits = logits + score.added(view.group.position[cells].astype(np.int64) - int(view.queries[i]), store.device)
+        if score.sinks is not None:
+            logits = torch.cat([logits, score.sinks.to(logits)[:, None]], dim=1)
+        weights = torch.softmax(logits, dim=1)[:, : len(cells)]
+        out.append(torch.einsum("hn,nhd->hd", weights, v))
+    return torch.stack(out).to(q.dtype)

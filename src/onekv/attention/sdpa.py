@@ -1,0 +1,103 @@
+"""Gather each sequence's own range and let torch attend. Any device; never looks at another sequence's cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onekv.attention import Score, View
+from onekv.storage import KVStore
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The rows of one sequence in a step, and the entries any of them sees.
+
+    Attributes:
+        rows:     [t] indices into the step
+        cells:    [n] cells of the entries
+        mask:     [t, n] which entry each row sees; None if every row sees all
+        distance: [t, n] position of the entry minus that of the query
+    """
+
+    rows: Tensor
+    cells: Tensor
+    mask: Tensor | None
+    distance: NDArray[np.int64]
+
+
+def runs_of(view: View, device: torch.device) -> list[Run]:
+    """Group the rows of a step by sequence."""
+    order = np.argsort(view.seqs, kind="stable")
+    cuts = np.flatnonzero(np.diff(view.seqs[order])) + 1
+    runs = []
+    for rows in np.split(order, cuts):
+        seq = view.seqs[rows[0]]
+        first, last = view.first[rows], view.last[rows]
+        low, high = first.min(), last.max()
+        entries = np.arange(low, high)
+        mask = (entries >= first[:, None]) & (entries < last[:, None])
+        runs.append(
+            Run(
+                torch.from_numpy(rows).to(device),
+                torch.from_numpy(view.column[seq, low:high].astype(np.int64)).to(device),
+                None if mask.all() else torch.from_numpy(mask).to(device),
+                view.row_positions[seq, low:high].astype(np.int64) - view.queries[rows][:, None],
+            )
+        )
+    return runs
+
+
+def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
+    """See `onekv.attention.Attend`. Cost: O(entries the rows see), one gather and one attention call a sequence."""
+    out = torch.empty(q.shape[0], q.shape[1], store.values(layer).shape[2], dtype=torch.float32, device=store.device)
+    for run in view.once("runs", lambda v: runs_of(v, store.device)):
+        k, v = store.gather(layer, run.cells)
+        mine = q[run.rows].to(store.device, torch.float32)
+        bias = score.added(run.distance, store.device) if score.has_bias else None  # [H, t, n]
+        if score.softcap is None and score.sinks is None:
+            out[run.rows] = _scaled(mine, k, v, run.mask, bias, score.scale)
+        else:
+            out[run.rows] = _explicit(mine, k, v, run.mask, bias, score)
+    return out.to(q.device, q.dtype)
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:
+    """[t, H, D], [n, G, D], [n, G, Dv] -> [t, H, Dv] by torch's scaled dot product attention."""
+    rows, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    if rows == 1 and bias is None:
+        # One query: the heads of a group become the rows of one product, and k is not repeated.
+        packed = q.view(1, groups, heads // groups, -1)
+        return F.scaled_dot_product_attention(packed, k, v, scale=scale).reshape(1, heads, -1)
+    if bias is not None:
+        bias = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+        attn_mask: Tensor | None = bias[None]
+    else:
+        attn_mask = mask
+    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=attn_mask, scale=scale, enable_gqa=heads != groups)
+    return out[0].transpose(0, 1)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, score: Score) -> Tensor:
+    """The same where torch has no call: score caps and sinks."""
+    rows, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    grouped = q.view(rows, groups, heads // groups, -1)
+    logits = torch.einsum("tgrd,ngd->grtn", grouped, k).reshape(heads, rows, -1) * score.scale
+    if score.softcap is not None:
+        logits = score.softcap * torch.tanh(logits / score.softcap)
+    if bias is not None:
+        logits = logits + bias
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    if score.sinks is not None:
+        sink = score.sinks.to(logits).reshape(-1, 1, 1).expand(-1, rows, 1)
+        logits = torch.cat([logits, sink], dim=2)
+    weights = torch.softmax(logits, dim=2)[..., : k.shape[0]]
+    mixed = torch.einsum("grtn,ngd->tgrd", weights.view(groups, heads // groups, rows, -1), v)
+    return mixed.reshape(rows, heads, -1)

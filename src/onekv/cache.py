@@ -1,0 +1,657 @@
+"""KVCache: cells, stores and an attention backend behind one object. Sequence, Plan and Step are its handles.
+
+Owns the order of events: what may happen while a step is open, what is undone when it fails. The bookkeeping itself is `core.cells`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence as Listing
+from functools import wraps
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onekv.attention import Buckets, Score, View, backend as find_backend
+from onekv.attention.reference import dense_mask
+from onekv.config import CacheConfig
+from onekv.core import loops
+from onekv.core.batch import Batch, Ubatch, as_seq_id, split as cut
+from onekv.core.cells import Cells, Committed, Slots
+from onekv.core.placement import plan_slots
+from onekv.errors import BatchError, CacheFull, ConfigError, OneKVError, WindowLost
+from onekv.storage import KVStore, LayerSpec, owning_layers
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+SeqLike = Any  # an int or a Sequence
+
+
+def _exclusive(method: _Method) -> _Method:
+    """One thread at a time: entering while another thread is inside raises."""
+
+    @wraps(method)
+    def guarded(self: KVCache, *args: Any, **kwargs: Any) -> Any:
+        if not self._entered.acquire(blocking=False):
+            raise OneKVError(f"KVCache.{method.__name__} was called while another thread is inside the cache; one thread owns it")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._entered.release()
+
+    return cast(_Method, guarded)
+
+
+def _changes_cells(method: _Method) -> _Method:
+    """As `_exclusive`, and refused while a step is open."""
+
+    @wraps(method)
+    def guarded(self: KVCache, *args: Any, **kwargs: Any) -> Any:
+        if self._open_step is not None:
+            raise OneKVError(f"KVCache.{method.__name__} cannot run while a step is open; leave the `with step:` block first")
+        return method(self, *args, **kwargs)
+
+    return _exclusive(cast(_Method, guarded))
+
+
+class KVCache:
+    """One fixed buffer of token cells, shared by any number of sequences.
+
+    Args:
+        layers:        one spec per model layer. Layers with equal windows form a group with cells of its own
+        num_cells:     cells of the full-attention group (or of the only group)
+        deterministic: not available yet; True is refused
+        The others are described at `CacheConfig`.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+
+    >>> cache = KVCache([LayerSpec(num_kv_heads=1, head_dim=2)], num_cells=8)
+    >>> for step in cache.plan(Batch([5, 7, 9])):
+    ...     with step:
+    ...         k = torch.tensor([[[1.0, 0.0]]] * 3)
+    ...         out = step.attend(0, q=k, k=k, v=k, scale=1.0)
+    >>> with cache.sequence() as fork:
+    ...     cache.seq_cp(0, fork)
+    ...     _ = cache.seq_rm(0, 2)
+    ...     print(cache.draw())
+    group 0 Window.full(): 3 of 8 cells used, head 3
+    0{0,1} 1{0,1} 2{1} . . . . .
+    """
+
+    def __init__(
+        self,
+        layers: Listing[LayerSpec],
+        num_cells: int,
+        *,
+        max_seqs: int = 256,
+        window_cells: int | None = None,
+        k_dtype: str = "float32",
+        v_dtype: str | None = None,
+        device: str = "cpu",
+        placement: Literal["scattered", "contiguous"] = "scattered",
+        v_layout: Literal["rows", "transposed"] = "rows",
+        backend: str = "auto",
+        shared_shift: Literal["copy", "move", "error"] = "copy",
+        vocab_size: int | None = None,
+        fingerprint: str = "",
+        no_shift: str | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.config = CacheConfig(
+            num_cells=num_cells,
+            max_seqs=max_seqs,
+            window_cells=window_cells,
+            k_dtype=k_dtype,
+            v_dtype=v_dtype,
+            device=device,
+            placement=placement,
+            v_layout=v_layout,
+            backend=backend,
+            shared_shift=shared_shift,
+            vocab_size=vocab_size,
+            fingerprint=fingerprint,
+            no_shift=no_shift,
+        )
+        if deterministic:
+            raise ConfigError("deterministic=True is not available yet")
+        self.layers = tuple(layers)
+        if not self.layers:
+            raise ConfigError("KVCache needs at least one layer")
+        owner = owning_layers(self.layers)
+        # The full group first: num_cells, num_used and num_free speak of it.
+        windows = sorted(dict.fromkeys(self.layers[i].window for i in owner), key=lambda w: not w.is_full)
+        if window_cells is not None and len(windows) == 1:
+            raise ConfigError("window_cells sizes a second group of layers, but all layers share one window; num_cells is its size")
+        sizes = [num_cells if i == 0 else (window_cells or num_cells) for i in range(len(windows))]
+        self._layer_group = [windows.index(self.layers[i].window) for i in owner]
+        self.cells = Cells(windows, sizes, max_seqs)
+        self.store = KVStore(self.layers, [sizes[g] for g in self._layer_group], k_dtype, v_dtype, self.config.device, self.config.v_layout)
+        self._attend = find_backend(backend)
+        self._entered = threading.RLock()
+        self._open_step: Step | None = None
+        self._handles: dict[int, Sequence] = {}
+
+    # --- sequences --------------------------------------------------------------------------------------------------------------
+
+    @_changes_cells
+    def sequence(self) -> Sequence:
+        """A handle with an id that has no cells and no other handle.
+
+        Raises:
+            OneKVError: every id is taken.
+        """
+        for seq in range(self.config.max_seqs):
+            if seq not in self._handles and self.cells.length(seq) == 0:
+                self._handles[seq] = Sequence(self, seq)
+                return self._handles[seq]
+        raise OneKVError(f"all {self.config.max_seqs} sequence ids are in use; free a sequence, or build the cache with more max_seqs")
+
+    def _seq(self, seq: SeqLike, every: bool = False) -> int:
+        """The id of an int or a handle of this cache; -1 is allowed where it means every sequence."""
+        if isinstance(seq, Sequence) and seq.cache is not self:
+            raise BatchError(f"{seq!r} belongs to another cache")
+        number = as_seq_id(seq)
+        return number if every and number == -1 else self.cells.check_seq(number)
+
+    @_changes_cells
+    def clear(self, data: bool = True) -> None:
+        """Empty all cells of all sequences; data=True also zeroes the keys and values."""
+        self.cells.clear()
+        if data:
+            self.store.zero()
+
+    @_changes_cells
+    def seq_rm(self, seq: SeqLike, p0: int = -1, p1: int = -1) -> bool:
+        """Remove positions [p0, p1) of a sequence, or of every sequence (-1). Negative p0: from the start; negative p1: to the end.
+
+        Always succeeds. On windowed layers ask `can_continue_at` before feeding the sequence again.
+        Cost: O(entries of the sequence); frees cells, moves no data.
+        Source: spec 2.4.
+        """
+        self.cells.seq_rm(self._seq(seq, every=True), *_span(p0, p1))
+        return True
+
+    @_changes_cells
+    def seq_cp(self, src: SeqLike, dst: SeqLike, p0: int = -1, p1: int = -1) -> None:
+        """Let `dst` share the cells of `src` at positions [p0, p1). Copies a few bytes per entry and no keys or values.
+
+        Cells `dst` already owns are skipped.
+
+        Raises:
+            BatchError: `dst` holds another cell at a copied position; nothing has changed.
+        """
+        self.cells.seq_cp(self._seq(src), self._seq(dst), *_span(p0, p1))
+
+    @_changes_cells
+    def seq_keep(self, seq: SeqLike) -> None:
+        """Remove every other sequence."""
+        self.cells.seq_keep(self._seq(seq))
+
+    def seq_pos_min(self, seq: SeqLike) -> int:
+        """Smallest position of a sequence that still has a cell, -1 if it has none."""
+        return self.cells.seq_pos_min(self._seq(seq))
+
+    def seq_pos_max(self, seq: SeqLike) -> int:
+        """Largest position of a sequence, -1 if it is empty."""
+        return self.cells.seq_pos_max(self._seq(seq))
+
+    def can_continue_at(self, seq: SeqLike, pos: int) -> bool:
+        """True iff everything a query of this sequence at position `pos` may see is still there.
+
+        False only where a window has given up cells: then remove the tail back to a position for which it is true.
+        """
+        return self.cells.can_continue_at(self._seq(seq), int(pos))
+
+    @_exclusive
+    def update(self) -> bool:
+        """Apply pending position shifts to the stored keys. True iff a key was rotated."""
+        return False
+
+    # --- evaluating -------------------------------------------------------------------------------------------------------------
+
+    @_changes_cells
+    def plan(
+        self,
+        batch: Batch,
+        *,
+        max_ubatch: int = 512,
+        split: Literal["auto", "simple", "equal", "sequence"] = "auto",
+        causal: bool = True,
+    ) -> Plan:
+        """Find cells for every row of a batch, without taking any.
+
+        Applies pending shifts, fills missing positions, checks everything, cuts the batch into ubatches of at most `max_ubatch` rows and
+        searches. The plan is good until the cells change; dropping it costs nothing.
+
+        Args:
+            split:  how to cut; "auto" cuts in order, and into equal parts if that does not fit a windowed group
+            causal: False lets rows see later positions; needs one ubatch
+
+        Raises:
+            BatchError: names row, sequence, stored and given position.
+            WindowLost: a row would see positions whose cells a window has given up.
+            CacheFull: not enough cells; carries needed and free. The cells are as before.
+        Cost: O(rows) in a buffer with room.
+        Source: spec 3, 4.4, 4.5, 5.4.
+        """
+        if not isinstance(batch, Batch):
+            raise BatchError(f"plan takes a Batch, got {type(batch).__name__}")
+        if isinstance(max_ubatch, bool) or not isinstance(max_ubatch, int) or max_ubatch < 1:
+            raise ConfigError(f"max_ubatch must be a positive integer, got {max_ubatch!r}")
+        if split not in ("auto", "simple", "equal", "sequence"):
+            raise ConfigError(f"split must be auto, simple, equal or sequence; got {split!r}")
+        for handle in batch.handles:
+            self._seq(handle)
+        positions = batch.checked(self.cells, self.config.vocab_size)
+        self._check_windows(batch, positions, causal)
+        if not causal and len(batch) > max_ubatch:
+            raise BatchError(f"causal=False needs the whole batch in one ubatch; {len(batch)} rows exceed max_ubatch={max_ubatch}")
+        self.update()
+        windowed = any(not group.window.is_full for group in self.cells.groups)
+        ways: tuple[Literal["simple", "equal", "sequence"], ...]
+        ways = (split,) if split != "auto" else ("simple", "equal") if windowed else ("simple",)
+        for way in ways:
+            ubatches = cut(batch, positions, way, max_ubatch, self.config.max_seqs)
+            try:
+                slots = plan_slots(self.cells, ubatches, self.config.placement)
+            except CacheFull:
+                if way == ways[-1]:
+                    raise
+            else:
+                break
+        return Plan(self, ubatches, slots, causal)
+
+    def _check_windows(self, batch: Batch, positions: NDArray[np.int64], causal: bool) -> None:
+        if all(group.window.is_full for group in self.cells.groups):
+            return
+        queries = positions[0] if positions.ndim == 2 else positions
+        for seq in np.unique(batch.ids).tolist():
+            row = int(np.flatnonzero(np.isin(batch.ids, seq))[0])
+            row = int(np.searchsorted(batch.offsets, row, side="right")) - 1
+            if not self.cells.can_continue_at(seq, int(queries[row]), causal):
+                raise WindowLost(
+                    f"row {row}: sequence {seq} cannot continue at position {queries[row]}: its window has given up cells there. "
+                    "Remove the tail back to a position for which can_continue_at is true, and feed from there again",
+                    row=row,
+                    seq=seq,
+                    stored=self.cells.seq_pos_max(seq),
+                    given=int(queries[row]),
+                )
+
+    # --- inspection -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the full group, or of the only one."""
+        return self.cells.groups[0].num_cells
+
+    @property
+    def num_used(self) -> int:
+        """Cells in use there; reusable window cells count as used."""
+        return self.cells.groups[0].num_used
+
+    @property
+    def num_free(self) -> int:
+        """Cells not in use there."""
+        return self.num_cells - self.num_used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, used or not."""
+        return self.store.nbytes
+
+    @_exclusive
+    def keys(self, layer: int, seq: SeqLike) -> Tensor:
+        """Stored keys of a sequence in one layer, float32 [n, G, D] in position order; positions without a cell are left out.
+
+        For tests and inspection. Pending shifts are applied first.
+        """
+        return self._read(layer, seq, 0)
+
+    @_exclusive
+    def values(self, layer: int, seq: SeqLike) -> Tensor:
+        """Stored values of a sequence in one layer, float32 [n, G, Dv] in position order; positions without a cell are left out."""
+        return self._read(layer, seq, 1)
+
+    def _read(self, layer: int, seq: SeqLike, part: int) -> Tensor:
+        if self._open_step is None:
+            self.update()
+        column = self.cells.column(self._layer_group[self._layer(layer)], self._seq(seq))
+        held = torch.from_numpy(column[column >= 0].astype(np.int64)).to(self.store.device)
+        return self.store.gather(layer, held)[part]
+
+    def _layer(self, layer: int) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(self.layers):
+            raise ConfigError(f"layer must be an integer in [0, {len(self.layers)}), got {layer!r}")
+        return layer
+
+    @_exclusive
+    def snapshot(self, layer: int = 0) -> dict[str, object]:
+        """The cells of a layer's group: {"cells": [[index, position, [owners], shift], ...] of used cells, "head": int, "used": int}."""
+        return self.cells.snapshot(self._layer_group[self._layer(layer)])
+
+    @_exclusive
+    def stats(self) -> dict[str, Any]:
+        """Counts and bytes, whole and per group. Shared cells are those with several owners; saved bytes are what copies would take."""
+        groups: list[dict[str, Any]] = []
+        for g, group in enumerate(self.cells.groups):
+            physical = [i for i in self.store.physical if self._layer_group[i] == g]
+            owners = np.unpackbits(group.owners.view(np.uint8), axis=1).sum(axis=1)
+            cell_nbytes = self.store.cell_nbytes(physical)
+            groups.append(
+                {
+                    "window": repr(group.window),
+                    "layers": physical,
+                    "cells": group.num_cells,
+                    "used": group.num_used,
+                    "free": group.num_cells - group.num_used,
+                    "shared": int((owners > 1).sum()),
+                    "head": group.head,
+                    "nbytes": cell_nbytes * group.num_cells,
+                    "nbytes_saved": cell_nbytes * int(owners.sum() - group.num_used),
+                }
+            )
+        return {
+            "sequences": {s: self.cells.length(s) for s in self.cells.present()},
+            "nbytes": self.nbytes,
+            "nbytes_saved": sum(g["nbytes_saved"] for g in groups),
+            "groups": groups,
+        }
+
+    @_exclusive
+    def check(self) -> None:
+        """Compare cells and rows.
+
+        Raises:
+            OneKVError: an invariant is broken; the message draws the cells.
+        """
+        self.cells.check()
+
+    @_exclusive
+    def draw(self) -> str:
+        """The cells as text, one block per group; see `Cells.draw`."""
+        return self.cells.draw()
+
+    def __repr__(self) -> str:
+        return f"KVCache({len(self.layers)} layers, {self.num_used} of {self.num_cells} cells used, {len(self.cells.present())} sequences)"
+
+
+class Sequence:
+    """One conversation in a cache. Made by `KVCache.sequence()` and `fork`; accepted wherever a sequence id is.
+
+    As a context manager it frees its cells at the end of the block.
+    """
+
+    def __init__(self, cache: KVCache, seq: int) -> None:
+        self.cache = cache
+        self._id: int | None = seq
+
+    @property
+    def id(self) -> int:
+        """The sequence id.
+
+        Raises:
+            BatchError: the sequence was freed.
+        """
+        if self._id is None:
+            raise BatchError("this sequence was freed")
+        return self._id
+
+    def __index__(self) -> int:
+        return self.id
+
+    def __len__(self) -> int:
+        return self.cache.cells.length(self.id)
+
+    def __bool__(self) -> bool:
+        return True  # an empty sequence is still a sequence
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Positions, ascending [n]. A copy."""
+        return self.cache.cells.positions(self.id).copy()
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Token ids in position order [n]; -1 where an embedding was fed. A copy."""
+        return self.cache.cells.tokens(self.id).copy()
+
+    def fork(self) -> Sequence:
+        """A new sequence that shares all cells of this one. Cost: a few bytes per token, no keys or values."""
+        return self._fork(-1)
+
+    def fork_at(self, pos: int) -> Sequence:
+        """A new sequence that shares the cells of all positions below `pos` and can continue there.
+
+        Raises:
+            WindowLost: a window has given up cells that a query at `pos` would see.
+        """
+        self._check_continues(pos)
+        return self._fork(pos)
+
+    def _fork(self, stop: int) -> Sequence:
+        twin = self.cache.sequence()
+        if stop != 0:
+            self.cache.seq_cp(self.id, twin.id, 0, stop)
+        return twin
+
+    def truncate(self, pos: int) -> None:
+        """Remove all positions from `pos` on.
+
+        Raises:
+            WindowLost: a window has given up cells that a query at `pos` would see; nothing has changed.
+        """
+        self._check_continues(pos)
+        self.cache.seq_rm(self.id, pos, -1)
+
+    def _check_continues(self, pos: int) -> None:
+        if isinstance(pos, bool) or not isinstance(pos, int | np.integer) or pos < 0:
+            raise BatchError(f"a position must be a non-negative integer, got {pos!r}", seq=self.id)
+        if not self.cache.can_continue_at(self.id, pos):
+            raise WindowLost(
+                f"sequence {self.id} cannot continue at position {pos}: its window has given up cells there; feed it from an earlier one",
+                seq=self.id,
+                stored=self.cache.seq_pos_max(self.id),
+                given=int(pos),
+            )
+
+    def free(self) -> None:
+        """Remove the sequence from all its cells and give back its id. Freeing twice does nothing."""
+        if self._id is not None:
+            self.cache.seq_rm(self._id)
+            del self.cache._handles[self._id]
+            self._id = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.free()
+
+    def __repr__(self) -> str:
+        return "Sequence(freed)" if self._id is None else f"Sequence(id={self._id}, {len(self)} tokens)"
+
+
+class Plan:
+    """The steps of one batch, in order. Made by `KVCache.plan`; dropping it costs nothing."""
+
+    def __init__(self, cache: KVCache, ubatches: list[Ubatch], slots: list[list[Slots]], causal: bool) -> None:
+        self.cache = cache
+        self.causal = causal
+        self.epoch = cache.cells.epoch
+        self.position = 0  # of the step that may be entered next
+        self.fault: str | None = None
+        self.steps = [Step(self, i, ubatch, chosen) for i, (ubatch, chosen) in enumerate(zip(ubatches, slots, strict=True))]
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+class Step:
+    """One ubatch of a plan. Entering commits its cells; an exception in the body takes them back.
+
+    The body stores keys and values of every owning layer and attends:
+
+        for step in cache.plan(batch):
+            with step:
+                out = step.attend(layer, q, k, v, scale=...)
+
+    Attributes:
+        ubatch: the rows
+    """
+
+    def __init__(self, plan: Plan, index: int, ubatch: Ubatch, slots: list[Slots]) -> None:
+        self.plan = plan
+        self.index = index
+        self.ubatch = ubatch
+        self._slots = slots
+        self._done: Committed | None = None
+        self._stored: set[int] = set()
+        self._views: list[View] = []
+        self._targets: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._enter(self.plan.cache)
+        return self
+
+    def _enter(self, cache: KVCache) -> None:
+        plan = self.plan
+        if cache._open_step is not None:
+            raise OneKVError("another step is open; leave its `with` block first")
+        if plan.fault is not None:
+            raise OneKVError(f"this plan ended: {plan.fault}; plan the remaining rows anew")
+        if self.index != plan.position:
+            raise OneKVError(f"step {self.index} was entered where step {plan.position} is next; steps are entered once, in order")
+        if plan.epoch != cache.cells.epoch:
+            raise OneKVError("the cells have changed since this plan was made; plan the batch again")
+        self._commit(cache)
+
+    def _commit(self, cache: KVCache) -> None:
+        if not cache._entered.acquire(blocking=False):
+            raise OneKVError("a step was entered while another thread is inside the cache; one thread owns it")
+        try:
+            self._done = cache.cells.commit(self.ubatch, self._slots)
+            try:
+                self._views = [self._view(cache, g) for g in range(len(cache.cells.groups))]
+                self._targets = [torch.from_numpy(slots).to(cache.store.device) for slots in self._slots]
+                cache._open_step = self
+            except BaseException:
+                self._undo("entering a step failed")
+                raise
+        finally:
+            cache._entered.release()
+
+    def _view(self, cache: KVCache, g: int) -> View:
+        cells, group, ubatch = cache.cells, cache.cells.groups[g], self.ubatch
+        first, last = np.empty(len(ubatch), np.int64), np.empty(len(ubatch), np.int64)
+        seqs = ubatch.first_ids
+        rows = (cells.row_positions, cells.row_lengths)
+        loops.visible_ranges(*group.rule, self.plan.causal, *rows, seqs, ubatch.queries, first, last)
+        return View(group, self.plan.causal, seqs, ubatch.queries, first, last, group.column, cells.row_positions)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        cache = self.plan.cache
+        missing = [i for i in cache.store.physical if i not in self._stored]
+        if kind is not None or missing:
+            self._undo(f"step {self.index} was undone")
+        else:
+            self._close()
+        if kind is None and missing:
+            raise OneKVError(f"the step was left before layers {missing} were stored; it was undone")
+
+    def _undo(self, fault: str) -> None:
+        if self._done is not None:
+            self.plan.cache.cells.undo(self._done)
+        self.plan.fault = fault
+        self._close()
+
+    def _close(self) -> None:
+        self.plan.cache._open_step = None
+        self.plan.position = self.index + 1
+        self.plan.epoch = self.plan.cache.cells.epoch
+        self._done, self._views, self._targets = None, [], []
+
+    # --- inside the block -------------------------------------------------------------------------------------------------------
+
+    def _group(self, layer: int) -> int:
+        cache = self.plan.cache
+        if cache._open_step is not self:
+            raise OneKVError("this step is not open; use it inside its `with` block")
+        return cache._layer_group[cache._layer(layer)]
+
+    def slots(self, layer: int) -> Slots:
+        """Cell of every row in this layer, int64 [n]. Known before the step is entered."""
+        cache = self.plan.cache
+        return self._slots[cache._layer_group[cache._layer(layer)]].copy()
+
+    def mask(self, layer: int) -> NDArray[np.bool_]:
+        """Which cell every row sees, [T, C]: dense and slow, for tests."""
+        return dense_mask(self._views[self._group(layer)])
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write keys [T, G, D] and values [T, G, Dv] of this step's rows, any float dtype.
+
+        Raises:
+            ConfigError: a wrong shape or dtype, or a layer that reads another's cells.
+            OneKVError: the step is not open.
+        """
+        group = self._group(layer)
+        self.plan.cache.store.store(layer, self._targets[group], k, v)
+        self._stored.add(layer)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        bias: Buckets | None = None,
+    ) -> Tensor:
+        """Attend from this step's rows to what they may see. k and v, if given, are stored first; attention reads the cells.
+
+        Shapes:
+            q [T, H, D], k [T, G, D], v [T, G, Dv], sinks and alibi_slopes [H] -> [T, H, Dv] of q's dtype and device
+        Raises:
+            OneKVError: the step is not open, or nothing was stored for this layer (or its source) in this step.
+            ConfigError: a wrong shape or dtype.
+        Cost: by backend; never more than the entries the rows see, whatever else is in the buffer.
+        """
+        group = self._group(layer)
+        cache = self.plan.cache
+        if (k is None) != (v is None):
+            raise ConfigError("attend takes both k and v, or neither")
+        spec, rows = cache.layers[layer], len(self.ubatch)
+        if q.ndim != 3 or q.shape[0] != rows or q.shape[2] != spec.head_dim or q.shape[1] % spec.num_kv_heads:
+            expected = f"[{rows}, a multiple of {spec.num_kv_heads}, {spec.head_dim}]"
+            raise ConfigError(f"layer {layer}: q has shape {tuple(q.shape)}, expected [T, H, D] = {expected}")
+        if not q.is_floating_point():
+            raise ConfigError(f"layer {layer}: q must be a float tensor, got {q.dtype}")
+        for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+            if per_head is not None and tuple(per_head.shape) != (q.shape[1],):
+                raise ConfigError(f"layer {layer}: {name} has shape {tuple(per_head.shape)}, expected [H] = [{q.shape[1]}]")
+        if k is not None and v is not None:
+            self.store(layer, k, v)
+        elif cache.store.owner[layer] not in self._stored:
+            raise OneKVError(f"layer {layer} attends before layer {cache.store.owner[layer]} was stored in this step")
+        score = Score(scale, softcap, sinks, alibi_slopes, bias)
+        return cache._attend(cache.store, layer, self._views[group], q, score)
+
+
+def _span(p0: int, p1: int) -> tuple[int, int]:
+    """Both bounds as ints."""
+    for name, bound in (("p0", p0), ("p1", p1)):
+        if isinstance(bound, bool) or not isinstance(bound, int | np.integer):
+            raise BatchError(f"{name} must be an integer position, got {bound!r}")
+    return int(p0), int(p1)
