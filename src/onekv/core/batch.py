@@ -5,6 +5,7 @@ Owns the checks of spec section 3, the fields it generates, and the three ways t
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -271,7 +272,7 @@ class Ubatch:
     def seqs(self) -> tuple[tuple[int, ...], ...]:
         """Sequence ids of every row, in the order given."""
         ids, offsets = self.ids.tolist(), self.offsets.tolist()
-        return tuple(tuple(ids[a:b]) for a, b in zip(offsets, offsets[1:], strict=False))
+        return tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(offsets))
 
     @cached_property
     def queries(self) -> NDArray[np.int32]:
@@ -300,7 +301,7 @@ def split(batch: Batch, positions: Ints, how: Split, max_rows: int, max_seqs: in
         if count <= max_rows:
             return [_whole(batch, positions)]
         order, ends = np.arange(count), [*range(max_rows, count, max_rows), count]
-        return [_take(batch, positions, order[a:b], b - a) for a, b in zip([0, *ends], ends, strict=False)]
+        return [_take(batch, positions, order[a:b], b - a) for a, b in itertools.pairwise([0, *ends])]
     if consecutive and batch.ids.size > count:
         raise BatchError("a batch with rows of several sequences cannot be cut into parts of consecutive sequences")
     sets = batch.sets(max_seqs)
@@ -309,7 +310,7 @@ def split(batch: Batch, positions: Ints, how: Split, max_rows: int, max_seqs: in
     else:
         order, cuts = loops.split_sequence(sets, max_rows)
     ends = cuts.tolist()
-    pieces = [order[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    pieces = [order[a:b] for a, b in itertools.pairwise([0, *ends])]
     return [_take(batch, positions, piece, len(np.unique(sets[piece], axis=0)) if how == "equal" else 1) for piece in pieces]
 
 
