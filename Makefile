@@ -1,0 +1,38 @@
+# Every target makes .venv by itself. Nothing outside this folder and the model cache (~/.cache/onekv or $ONEKV_HOME) is written.
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL := smollm2
+
+.PHONY: setup demo test test-all check bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("onekv needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+# The environment and the demo model (98 MB, fetched once).
+setup: .venv/installed
+	$(BIN)/onekv pull $(MODEL)
+
+# Three conversations in one buffer, drawn.
+demo: setup
+	$(BIN)/onekv demo
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+# Also what needs minutes.
+test-all: setup
+	$(BIN)/python -m pytest -q -m ''
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks.bookkeeping
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,357 @@
+"""Model: an unmodified transformers model that runs steps of a cache. Loading, reading its layers, one forward.
+
+Owns the order of one forward and nothing of the bookkeeping: cells belong to the cache, tokens to `text`, the meeting with transformers'
+code to `hooks`. The model's own weights, code and config are left as they were found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from onekv.cache import KVCache, Step
+from onekv.core.batch import Batch
+from onekv.core.window import Window
+from onekv.errors import BatchError, ConfigError, UnsupportedModel
+from onekv.models import gguf
+from onekv.models.hooks import Hooked, Pass
+from onekv.models.probe import read_layers
+from onekv.models.pull import NAMED_MODELS
+from onekv.models.text import Text
+from onekv.storage import LayerSpec, owning_layers
+
+Weights = Literal["auto", "float32"]
+
+_NO_SHIFT: Final = "the rotary layout of models is not read yet"
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Config fields that say where a model came from or how it is run, not what it computes.
+_NOT_IDENTITY: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "quantization_config")
+_SAMPLES: Final = 16
+
+
+class Model:
+    """A transformers causal language model and its tokenizer.
+
+    Args:
+        model:     any causal language model of transformers; put into evaluation mode, otherwise left as it is
+        tokenizer: its tokenizer; without one `text` raises
+    Raises:
+        ConfigError: not a transformers causal language model.
+        UnsupportedModel: its forward takes no cache. Whatever else cannot be served is found at the first use of `layers`.
+
+    Attributes:
+        packing: how rows of several sequences share a forward; "packed" takes any rows in any order
+    """
+
+    packing: Literal["packed"] = "packed"
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(f"Model takes a transformers model, got {type(model).__name__}")
+        if model.get_output_embeddings() is None:
+            raise ConfigError(f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM")
+        self._hooked = Hooked(model.eval())
+        self._tokenizer = tokenizer
+        self._matching: weakref.WeakSet[KVCache] = weakref.WeakSet()
+
+    @property
+    def transformers_model(self) -> PreTrainedModel:
+        """The model this was built from."""
+        return self._hooked.model
+
+    @property
+    def config(self) -> Any:
+        """transformers' config of the model."""
+        return self._hooked.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._hooked.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: token ids are below it."""
+        return int(self._hooked.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """The model's context: positions are below it. None: the config names no limit."""
+        limit = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return int(limit) if isinstance(limit, int) and limit > 0 else None
+
+    @cached_property
+    def text(self) -> Text:
+        """The tokenizer.
+
+        Raises:
+            ConfigError: the model was built without one.
+        """
+        if self._tokenizer is None:
+            raise ConfigError("this model has no tokenizer; pass one to Model(model, tokenizer), or feed token ids")
+        generation = self._hooked.model.generation_config
+        named = [self.config.get_text_config(decoder=True).eos_token_id, None if generation is None else generation.eos_token_id]
+        eos_ids = [i for ids in named for i in (ids if isinstance(ids, list | tuple) else [ids]) if i is not None]
+        return Text(self._tokenizer, eos_ids)
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """One spec per layer, found by a probe.
+
+        Raises:
+            UnsupportedModel: names the model and the part that cannot be served exactly.
+        Cost: two forwards of two rows, once.
+        """
+        return read_layers(self._hooked, self.vocab_size, self.max_positions)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the model: equal for the same config and weights, whatever float dtype they were loaded in. 16 hex digits."""
+        config = {k: v for k, v in self.config.to_diff_dict().items() if k not in _NOT_IDENTITY}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        for name, weight in sorted(self._hooked.model.named_parameters()):
+            flat = weight.detach().reshape(-1)
+            picks = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long().to(flat.device)
+            digest.update(f"{name}{tuple(weight.shape)}".encode())
+            digest.update(flat[picks].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def forward(self, step: Step) -> Tensor:
+        """Evaluate the rows of an open step: every layer stores its keys and values at the step's cells and attends over them.
+
+        Returns:
+            logits float32 [outputs in the step, V], in the order of the step's rows, on the model's device; [0, V] if none is wanted.
+        Raises:
+            UnsupportedModel: the model attends in a way that cannot be served exactly.
+            ConfigError: the cache was built for other layers.
+            BatchError: a position beyond the model's context, or positions of several components.
+        Any exception leaves the model as it was; leaving the `with step:` block by it undoes the step.
+        """
+        self._check_cache(step.plan.cache)
+        ubatch = step.ubatch
+        positions = self._positions(ubatch.positions)
+        keep = torch.from_numpy(np.flatnonzero(ubatch.outputs)).to(self.device)
+        sink = _StepSink(step, self._hooked.name, self.layers, self._owner)
+        running = Pass(self._hooked.name, sink, self._hooked.masks, positions, self._shared)
+        if ubatch.tokens is not None:
+            logits = self._hooked.run(running, tokens=torch.from_numpy(ubatch.tokens).to(self.device), keep=keep)
+        else:
+            embeddings = torch.as_tensor(ubatch.embeddings).to(self.device, self._hooked.model.dtype)
+            logits = self._hooked.run(running, embeddings=embeddings, keep=keep)
+        sink.check()
+        # Made outside of inference mode, so that a sampler may change it in place.
+        return logits.to(torch.float32, copy=True)
+
+    def extend(self, cache: KVCache, seqs: Sequence[Any], tokens: Sequence[Sequence[int]], *, max_ubatch: int = 512) -> Tensor:
+        """Feed each sequence its next tokens, all in one batch.
+
+        Args:
+            seqs:   sequence ids or Sequences, no two equal
+            tokens: one list of token ids per sequence, none empty
+        Returns:
+            float32 [S, V]: the logits after each sequence's last token, in the order of `seqs`.
+        Raises:
+            BatchError, WindowLost, CacheFull: from `KVCache.plan`; and what `forward` raises. Every sequence is then as long as before.
+        """
+        if len(seqs) != len(tokens):
+            raise BatchError(f"extend got {len(seqs)} sequences and {len(tokens)} lists of tokens")
+        for seq, new in zip(seqs, tokens, strict=True):
+            if len(new) == 0:
+                raise BatchError(f"extend got no tokens for {seq!r}")
+        counts = np.array([len(new) for new in tokens])
+        ends = np.cumsum(counts) - 1  # each sequence's last row in the batch
+        lengths = {int(seq): cache.seq_pos_max(seq) + 1 for seq in seqs}
+        if len(lengths) != len(seqs):
+            raise BatchError(f"extend got a sequence twice: {list(seqs)}")
+        is_last = np.zeros(counts.sum(), np.bool_)
+        is_last[ends] = True
+        batch = Batch(np.concatenate([np.asarray(t) for t in tokens]), seqs=np.repeat([*lengths], counts), outputs=is_last)
+        plan = cache.plan(batch, max_ubatch=max_ubatch)
+        last: list[Tensor | None] = [None] * len(seqs)
+        try:
+            for step in plan:
+                with step:
+                    logits = self.forward(step)
+                rows = step.ubatch.rows[step.ubatch.outputs]
+                for row, place in zip(logits, np.searchsorted(ends, rows), strict=True):
+                    last[place] = row
+        except BaseException:
+            for seq, length in lengths.items():
+                cache.seq_rm(seq, length, -1)
+            raise
+        return torch.stack([row for row in last if row is not None])
+
+    def __repr__(self) -> str:
+        return f"Model({self._hooked.name}, {self._hooked.model.dtype}, {self.device})"
+
+    @cached_property
+    def _owner(self) -> list[int]:
+        """For each layer the layer whose keys and values it reads."""
+        return owning_layers(self.layers)
+
+    @cached_property
+    def _shared(self) -> frozenset[int]:
+        """Layers whose keys and values a later layer reads."""
+        return frozenset(owner for layer, owner in enumerate(self._owner) if owner != layer)
+
+    def _positions(self, positions: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
+        """[T] int64 on the model's device."""
+        if positions.ndim != 1:
+            raise BatchError(f"{self._hooked.name} takes one position a row, got {positions.shape[0]} components")
+        if self.max_positions is not None and int(positions.max()) >= self.max_positions:
+            row = int(positions.argmax())
+            raise BatchError(
+                f"row {row} has position {positions[row]}, beyond the model's context of {self.max_positions} positions",
+                row=row,
+                given=int(positions[row]),
+            )
+        return torch.from_numpy(positions.astype(np.int64)).to(self.device)
+
+    def _check_cache(self, cache: KVCache) -> None:
+        if cache in self._matching:
+            return
+        mine, theirs = _geometry(self.layers), _geometry(cache.layers)
+        if mine != theirs:
+            if len(mine) != len(theirs):
+                raise ConfigError(f"the cache has {len(theirs)} layers, the model {len(mine)}; build it with cache_for(model, ...)")
+            layer = next(i for i in range(len(mine)) if mine[i] != theirs[i])
+            raise ConfigError(
+                f"layer {layer} of the cache is {cache.layers[layer]}, of the model {self.layers[layer]}; build it with cache_for(model, ...)"
+            )
+        self._matching.add(cache)
+
+
+def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[int, int, int, Window, int]]:
+    """What must agree between a model and a cache: heads, widths, window, owner."""
+    return [
+        (spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.window, owner)
+        for spec, owner in zip(layers, owning_layers(layers), strict=True)
+    ]
+
+
+class _StepSink:
+    """Sends a forward's tensors to a step, after comparing what each layer does with what the probe saw."""
+
+    def __init__(self, step: Step, model: str, layers: Sequence[LayerSpec], owner: Sequence[int]) -> None:
+        self._step = step
+        self._model = model
+        self._layers = layers
+        self._owner = owner
+        self._calls = [0] * len(layers)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._step.store(layer, k, v)
+
+    def attend(
+        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        if layer >= len(self._layers) or origin != self._owner[layer] or window != self._layers[layer].window:
+            raise UnsupportedModel(
+                f"{self._model}, layer {layer}: attends to layer {origin} under {window}, and did otherwise when it was probed"
+            )
+        self._calls[layer] += 1
+        return self._step.attend(layer, q, scale=scale, softcap=softcap, sinks=sinks)
+
+    def check(self) -> None:
+        """Every layer has attended once.
+
+        Raises:
+            UnsupportedModel: names the layers that did not.
+        """
+        wrong = [i for i, calls in enumerate(self._calls) if calls != 1]
+        if wrong:
+            raise UnsupportedModel(f"{self._model}: layers {wrong} did not attend exactly once")
+
+
+def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -> KVCache:
+    """A cache with the layers, windows and sharing of a model.
+
+    Args:
+        model:     a Model or a transformers model
+        num_cells: as for `KVCache`
+        settings:  anything else `KVCache` takes; device, vocab_size and fingerprint come from the model unless given here
+    Raises:
+        UnsupportedModel: names the part of the model that cannot be served exactly.
+        ConfigError: a setting that cannot work.
+    Cost: two forwards of two rows if the model was not probed yet.
+    """
+    mine = model if isinstance(model, Model) else Model(model)
+    known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": _NO_SHIFT}
+    if "fingerprint" not in settings:
+        known["fingerprint"] = mine.fingerprint
+    return KVCache(mine.layers, num_cells, **(known | settings))
+
+
+def load_model(
+    name_or_path: str | Path, *, weights: Weights = "auto", deterministic: bool = False, device: str | torch.device = "cpu"
+) -> Model:
+    """Load a model and its tokenizer.
+
+    Args:
+        name_or_path: a .gguf file, a directory in transformers' format, the name of a model fetched by `onekv pull`, or a name on the
+            Hugging Face hub (needs the network unless it is in the local hub cache)
+        weights: "float32"; "auto" is the same for now
+        deterministic: not available yet; True is refused
+    Raises:
+        ConfigError: nothing by that name, a damaged file, or a setting that is not available; says what to do.
+        UnsupportedModel: a GGUF whose metadata holds something the conversion would lose.
+    Cost: a GGUF is converted at its first load (20 s for 135M parameters) and kept under `home()/converted`.
+    """
+    if weights not in ("auto", "float32"):
+        raise ConfigError(f'weights must be "auto" or "float32", got {weights!r}; other kinds are not available yet')
+    if deterministic:
+        raise ConfigError("deterministic=True is not available yet")
+    source, is_local = _locate(str(name_or_path))
+    try:
+        with _quiet(is_local):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local).to(device)
+            tokenizer = None
+            if not is_local or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
+                tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load {name_or_path}: {str(error).strip().splitlines()[0]}") from error
+    return Model(model, tokenizer)
+
+
+def _locate(name: str) -> tuple[str, bool]:
+    """What to give to from_pretrained, and whether it is on this machine."""
+    if name in NAMED_MODELS:
+        path = NAMED_MODELS[name].path
+        if not path.is_file():
+            raise ConfigError(f"{name} is not on this machine; fetch it with: onekv pull {name}")
+        return str(gguf.converted(path)), True
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return str(gguf.converted(path)), True
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json; it is no model directory")
+        return str(path), True
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"there is no {path}")
+    return name, False
+
+
+@contextlib.contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Without transformers' own progress bars; a local load is over before one could be read."""
+    if not (quiet and transformers_logging.is_progress_bar_enabled()):
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()

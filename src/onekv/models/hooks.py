@@ -1,0 +1,376 @@
+"""The hooks: how an unmodified transformers model stores and attends through cells.
+
+Owns what is registered with transformers under the name "onekv": one attention function and one mask function, and the cache object a
+forward is given. They meet in a `Pass`, which lives for one forward and hands every layer's keys, values and queries to a `Sink`.
+Nothing here knows which sequences exist or where cells are, and nothing here remembers a forward after it has ended.
+
+    model(input_ids, cache=pass.cache)
+      ├─ mask function     reads which window a layer type has, returns a marker that stands for it
+      └─ each layer
+          ├─ cache.update  hands k, v to the sink, returns them unchanged
+          └─ attention     checks that q's layer was given the k and v of a known layer, and a known marker; the sink attends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from onekv.core.window import Window
+from onekv.errors import OneKVError, UnsupportedModel
+
+NAME: Final = "onekv"
+_FAR: Final = 1 << 30  # a position beyond every window; rules are evaluated there, nothing of that size is built
+# Keywords that carry nothing attention depends on: positions reached q and k already, the window is read from the mask rule.
+_NEUTRAL: Final = frozenset({"position_ids", "cache_position", "use_cache", "sliding_window"})
+
+MaskRule = Callable[..., Tensor]
+
+_running: ContextVar[Pass | None] = ContextVar("onekv_pass", default=None)
+
+
+class Sink(Protocol):
+    """Where the layers' tensors go."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Take k [T, G, D] and v [T, G, Dv] of one layer."""
+        ...
+
+    def attend(
+        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend with q [T, H, D] to what layer `origin` stored, under `window`. Returns [T, H, Dv]."""
+        ...
+
+
+class Pass:
+    """One forward of one model.
+
+    Args:
+        model: the model's name, for messages
+        sink:  where keys, values and queries go
+        masks: the windows this model has shown so far
+        positions: [T] int64, of the rows of this forward
+        shared: layers whose keys and values later layers read; None: unknown, keep all
+    """
+
+    def __init__(self, model: str, sink: Sink, masks: MaskRules, positions: Tensor, shared: Collection[int] | None) -> None:
+        self.model = model
+        self.sink = sink
+        self.masks = masks
+        self.positions = positions
+        self.cache = _StepCache(self)
+        self._shared = shared
+        self._latest = -1
+        self._returned: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """k [1, G, T, D], v [1, G, T, Dv]."""
+        if k.ndim != 4 or k.shape[0] != 1 or v.shape[:3] != k.shape[:3]:
+            raise UnsupportedModel(f"{self.model}, layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [1, G, T, D]")
+        if self._shared is not None and self._latest not in self._shared:
+            self._returned.pop(self._latest, None)
+        self._latest = layer
+        self._returned[layer] = (k, v)
+        self.sink.store(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """q [1, H, T, D] -> [1, T, H, Dv]."""
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise UnsupportedModel(f"{self.model}: {type(module).__name__} attends without a layer_idx")
+        origin = self._origin(layer, k, v)
+        if origin is None:
+            raise UnsupportedModel(
+                f"{self.model}, layer {layer}: attention was handed keys or values that no layer stored "
+                f"(k {tuple(k.shape)}, v {tuple(v.shape)}); layers that rebuild them after storing, such as latent attention, cannot be served"
+            )
+        window = self.masks.window_of(mask, self.model, layer)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out = self.sink.attend(layer, origin, window, q[0].transpose(0, 1), scale=scale, softcap=softcap, sinks=sinks)  # [T, H, Dv]
+        return out[None]
+
+    def _origin(self, layer: int, k: Tensor, v: Tensor) -> int | None:
+        """The layer whose update returned these very tensors; the layer itself where that is so."""
+        candidates = [layer] if layer in self._returned else []
+        for i in [*candidates, *self._returned]:
+            stored_k, stored_v = self._returned[i]
+            if _is_same(k, stored_k) and _is_same(v, stored_v):
+                return i
+        return None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride())
+
+
+class MaskRules:
+    """The windows of one model, read from the mask functions transformers builds for it.
+
+    A mask is never built. The model is handed a marker, one element large, and passes it on to the layers the mask is for.
+    """
+
+    def __init__(self) -> None:
+        self._markers: dict[tuple[Window | str, torch.device], Tensor] = {}
+        self._windows: dict[int, Window | str] = {}  # by the marker's address; a str says why there is none
+        self._known: dict[Hashable, Window | str] = {}
+
+    def marker(self, rule: MaskRule, device: torch.device) -> Tensor:
+        """The marker [1, 1, 1, 1] of this rule's window."""
+        key = _signature(rule)
+        window = self._known.get(key) if key is not None else None
+        if window is None:
+            window = recognise(rule, device) or f"the mask rule {getattr(rule, '__qualname__', rule)!r} is no known window"
+            if key is not None:
+                self._known[key] = window
+        marker = self._markers.get((window, device))
+        if marker is None:
+            marker = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+            self._markers[window, device] = marker
+            self._windows[marker.data_ptr()] = window
+        return marker
+
+    def window_of(self, mask: Tensor | None, model: str, layer: int) -> Window:
+        """The window of the marker a layer was handed.
+
+        Raises:
+            UnsupportedModel: no mask, a mask of another making, or a rule that is no known window.
+        """
+        if mask is None:
+            raise UnsupportedModel(f"{model}, layer {layer}: attention was handed no mask, so its window is unknown")
+        window = self._windows.get(mask.data_ptr())
+        if window is None:
+            raise UnsupportedModel(f"{model}, layer {layer}: attention was handed a mask the model made or changed itself")
+        if isinstance(window, str):
+            raise UnsupportedModel(f"{model}, layer {layer}: {window}")
+        return window
+
+
+def recognise(rule: MaskRule, device: torch.device | str = "cpu") -> Window | None:
+    """The window whose visibility equals the rule's, judged on positions near 0, around the window's edges, and far out. None: no window.
+
+    Args:
+        rule: transformers' mask function: (batch, head, query position, key position) -> bool, broadcasting
+    Cost: some milliseconds; no mask of the context's size is built.
+    """
+
+    def sees(queries: Any, keys: Any) -> Any:
+        q, k = torch.as_tensor(queries, device=device), torch.as_tensor(keys, device=device)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.broadcast_to(rule(zero, zero, q, k), torch.broadcast_shapes(q.shape, k.shape)).cpu().numpy()
+
+    try:
+        if not sees(_FAR, _FAR):
+            return None
+        # The earliest key a far query sees, and the latest query that sees this key, fix the size of every kind of window.
+        first = _boundary(lambda k: bool(sees(_FAR, k)), 0, _FAR)
+        reach = _boundary(lambda q: not sees(q, first), _FAR, 2 * _FAR) - first
+        candidates = [Window.full()] if first == 0 else [Window.sliding(reach), Window.chunked(reach)]
+        points = _test_points(0 if first == 0 else reach)
+        seen = sees(points[:, None], points[None, :])
+    except (IndexError, RuntimeError, TypeError, AttributeError):
+        # A rule over something else than positions (padding, blocks of a prompt) indexes tensors that end before these positions.
+        return None
+    for window in candidates:
+        if all(np.array_equal(seen[i], window.visible(points, int(q))) for i, q in enumerate(points)):
+            return window
+    return None
+
+
+def _boundary(is_past: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest number in [low, high] that is past a boundary, `high` if none below it is."""
+    while low < high:
+        middle = (low + high) // 2
+        if is_past(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _test_points(size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Positions that tell windows of nearly equal size and different kind apart."""
+    near = np.arange(24)
+    edges = (np.arange(1, 4)[:, None] * size + np.arange(-2, 3)[None, :]).ravel()
+    spread = np.random.default_rng(0).integers(0, max(5 * size, 4096), 40)
+    far = _FAR + np.arange(-3, 4)
+    points = np.concatenate([near, edges, spread, far, far - size])
+    return np.unique(points[points >= 0]).astype(np.int64)
+
+
+def _signature(rule: Any) -> Hashable | None:
+    """Equal for mask functions that decide alike: the code and, recursively, what it closes over. None: cannot be told."""
+    if not isinstance(rule, FunctionType):
+        return None
+    parts: list[Hashable] = [rule.__code__]
+    for cell in rule.__closure__ or ():
+        value = cell.cell_contents
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int | float | str | None):
+                parts.append(one)
+            elif isinstance(one, Tensor) and one.numel() == 1:
+                parts.append(one.item())
+            else:
+                inner = _signature(one)
+                if inner is None:
+                    return None
+                parts.append(inner)
+    return tuple(parts)
+
+
+class _StepCache(Cache):
+    """The cache object of one forward. Holds nothing; `update` passes on to the `Pass`."""
+
+    def __init__(self, running: Pass) -> None:
+        super().__init__(layers=[])
+        self._running = running
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._running.update(key_states, value_states, layer_idx)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """0 to the model. A layer that asks for itself wants its rows' positions, as arange(T) plus this: llama4's temperature."""
+        if layer_idx is None:
+            return 0
+        positions = self._running.positions
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+
+class Hooked:
+    """A transformers model that can be run through a `Pass`. Between runs it attends as it did before.
+
+    Args:
+        model: any causal language model; its weights and code are not touched
+    Raises:
+        UnsupportedModel: its forward takes no cache.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        self.masks = MaskRules()
+        self.accepts = frozenset(inspect.signature(model.forward).parameters)
+        if "cache" not in self.accepts:
+            raise UnsupportedModel(f"{self.name}.forward takes no cache")
+        configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if isinstance(c, PreTrainedConfig)}
+        self._configs = list(configs.values())
+
+    def run(self, running: Pass, *, tokens: Tensor | None = None, embeddings: Tensor | None = None, keep: Tensor) -> Tensor:
+        """One forward over packed rows, without padding.
+
+        Shapes:
+            tokens [T] int64, or embeddings [T, E]; keep [n] int64, the rows whose logits are wanted -> logits [n, V] in the model's dtype
+        """
+        inputs: dict[str, Any] = {"input_ids": tokens[None]} if tokens is not None else {"inputs_embeds": embeddings[None]}  # type: ignore[index]
+        given = {"position_ids": running.positions[None], "logits_to_keep": keep, "use_cache": True}
+        inputs |= {name: value for name, value in given.items() if name in self.accepts}
+        with torch.inference_mode(), self._attending(running) as cache:
+            logits: Tensor = self.model(**inputs, cache=cache).logits[0]
+            return logits if "logits_to_keep" in self.accepts else logits[keep]
+
+    @contextlib.contextmanager
+    def _attending(self, running: Pass) -> Iterator[Cache]:
+        previous = [(config, config._attn_implementation_internal) for config in self._configs]
+        token = _running.set(running)
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = NAME
+            yield running.cache
+        finally:
+            for config, was in previous:
+                config._attn_implementation_internal = was
+            _running.reset(token)
+
+
+def _current() -> Pass:
+    running = _running.get()
+    if running is None:
+        raise OneKVError(f'the attention implementation "{NAME}" works only inside Model.forward; call that instead of the model')
+    return running
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. Every keyword is known here, or the model is refused: a swallowed one gives wrong answers."""
+    running = _current()
+    unknown = [name for name, value in others.items() if name not in _NEUTRAL and value is not None and value is not False]
+    if unknown:
+        raise UnsupportedModel(f"{running.model}: attention was handed {', '.join(sorted(unknown))}, which onekv does not know")
+    if dropout:
+        raise UnsupportedModel(f"{running.model} is in training mode (attention dropout {dropout}); call model.eval()")
+    if is_causal is False:
+        raise UnsupportedModel(f"{running.model}: attention that is not causal is not served yet")
+    sinks = s_aux if sinks is None else sinks
+    return running.attend(module, query, key, value, attention_mask, scale=scaling, softcap=softcap or None, sinks=sinks), None
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: MaskRule | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor:
+    """transformers' mask interface. Builds no mask; see `MaskRules`."""
+    running = _current()
+    if mask_function is None:
+        raise UnsupportedModel(f"{running.model} asks for a mask without a rule")
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UnsupportedModel(f"{running.model} masks out rows of its own input")
+    return running.masks.marker(mask_function, torch.device(device))
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

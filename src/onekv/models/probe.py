@@ -1,0 +1,131 @@
+"""What a model does with keys and values, found by watching it rather than by reading its config.
+
+Owns the probe: two rows are run through the hooks, with attention that returns zeros, and every layer's tensors are looked at. Heads and
+widths, layers that read another layer's keys, and each layer's window come from there, so no family needs code of its own. Touches no
+cache and no weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from onekv.core.window import Window
+from onekv.errors import OneKVError, UnsupportedModel
+from onekv.models.hooks import Hooked, Pass
+from onekv.storage import LayerSpec
+
+# Frequencies of these depend on the largest position in the forward, so one sequence would change another's keys.
+_BATCH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """One call of the attention function."""
+
+    layer: int
+    origin: int
+    window: Window
+    num_heads: int
+
+
+class _Watcher:
+    """A sink that remembers what came and answers with zeros."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, tuple[int, int, int]] = {}  # layer -> G, D, Dv
+        self.attended: list[_Attended] = []
+        self.last_row: list[Tensor] = []  # q, k and v of the second row, call by call
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.stored[layer] = (k.shape[1], k.shape[2], v.shape[2])
+        self.last_row += [k[-1].float(), v[-1].float()]
+
+    def attend(
+        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        self.attended.append(_Attended(layer, origin, window, q.shape[1]))
+        self.last_row.append(q[-1].float())
+        return q.new_zeros(*q.shape[:2], self.stored[origin][2])
+
+
+def read_layers(hooked: Hooked, vocab_size: int, max_positions: int | None) -> tuple[LayerSpec, ...]:
+    """One spec per layer of the model.
+
+    Raises:
+        UnsupportedModel: names the model and what about it cannot be served exactly.
+    Cost: two forwards of two rows.
+    """
+    _check_rope(hooked)
+    farthest = 4096 if max_positions is None else max_positions - 1
+    near, far = sorted((min(3, farthest), min(5, farthest)))
+    # The second row is the same both times. Only attention, which answers zeros here, may carry anything over from the first.
+    one = _watch(hooked, [0, 1 % vocab_size], [far, near])
+    other = _watch(hooked, [2 % vocab_size, 1 % vocab_size], [farthest, near])
+    specs = _specs(hooked, one)
+    if "position_ids" not in hooked.accepts:
+        raise UnsupportedModel(f"{hooked.name}.forward takes no position_ids")
+    tolerance = 1e-4 if hooked.model.dtype == torch.float32 else 3e-2
+    for a, b in zip(one.last_row, other.last_row, strict=True):
+        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+            raise UnsupportedModel(
+                f"{hooked.name}: a row depends on the other rows of its batch by more than attention, so sequences cannot be packed"
+            )
+    return specs
+
+
+def _check_rope(hooked: Hooked) -> None:
+    for name, module in hooked.model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if kind in _BATCH_DEPENDENT_ROPE:
+                raise UnsupportedModel(
+                    f"{hooked.name}: {name} scales its rotary frequencies by the largest position in the batch (rope_type {kind!r}), "
+                    "so that one sequence would change another's keys"
+                )
+
+
+def _watch(hooked: Hooked, tokens: list[int], positions: list[int]) -> _Watcher:
+    watcher = _Watcher()
+    device = hooked.model.device
+    running = Pass(hooked.name, watcher, hooked.masks, torch.tensor(positions, device=device), shared=None)
+    try:
+        hooked.run(running, tokens=torch.tensor(tokens, device=device), keep=torch.tensor([1], device=device))
+    except (OneKVError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{hooked.name} does not run through the cache hooks: {type(error).__name__}: {error}") from error
+    return watcher
+
+
+def _specs(hooked: Hooked, seen: _Watcher) -> tuple[LayerSpec, ...]:
+    num_layers = hooked.model.config.get_text_config(decoder=True).num_hidden_layers
+    counts = Counter(call.layer for call in seen.attended)
+    if counts != Counter(range(num_layers)):
+        wrong = [i for i in sorted({*range(num_layers), *counts}) if counts[i] != 1]
+        raise UnsupportedModel(
+            f"{hooked.name}: {len(seen.attended)} calls of the attention hook for {num_layers} layers, where one each is expected; "
+            f"not once in layers {wrong}"
+        )
+    specs: list[LayerSpec] = []
+    for call in sorted(seen.attended, key=lambda c: c.layer):
+        groups, width, value_width = seen.stored[call.origin]
+        if call.num_heads % groups:
+            raise UnsupportedModel(f"{hooked.name}, layer {call.layer}: {call.num_heads} query heads over {groups} key heads")
+        specs.append(
+            LayerSpec(
+                num_kv_heads=groups,
+                head_dim=width,
+                value_dim=None if value_width == width else value_width,
+                window=call.window,
+                source=None if call.origin == call.layer else call.origin,
+            )
+        )
+    idle = sorted(set(seen.stored) - {call.origin for call in seen.attended})
+    if idle:
+        raise UnsupportedModel(f"{hooked.name}: layers {idle} store keys that no layer reads")
+    return tuple(specs)
