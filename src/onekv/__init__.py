@@ -6,10 +6,12 @@ Names of `onekv.models` are loaded at their first use, so that `import onekv` lo
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from onekv.attention import Buckets
-from onekv.cache import KVCache, Plan, Sequence, Step
+from onekv.cache import ContextShift, KVCache, Plan, Sequence, Step
 from onekv.core.batch import Batch, Ubatch
 from onekv.core.window import Window
 from onekv.errors import (
@@ -36,6 +38,7 @@ __all__ = [
     "Buckets",
     "CacheFull",
     "ConfigError",
+    "ContextShift",
     "KVCache",
     "LayerSpec",
     "Model",
@@ -54,6 +57,12 @@ __all__ = [
     "cache_for",
     "load_model",
 ]
+
+# ONEKV_DEBUG=1 logs a line for each search for cells, 2 also draws the cells after every step.
+_DEBUG = {"1": ("onekv.placement",), "2": ("onekv.placement", "onekv.cells")}
+for _name in _DEBUG.get(os.environ.get("ONEKV_DEBUG", ""), ()):
+    logging.getLogger(_name).setLevel(logging.DEBUG)
+    logging.getLogger(_name).addHandler(logging.StreamHandler())
 
 _LATE = {"Model": "onekv.models", "cache_for": "onekv.models", "load_model": "onekv.models"}
 

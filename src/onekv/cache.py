@@ -5,8 +5,10 @@ Owns the order of events: what may happen while a step is open, what is undone w
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence as Listing
+from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
@@ -16,18 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onekv import files
 from onekv.attention import Buckets, Score, View, backend as find_backend
 from onekv.attention.reference import dense_mask
 from onekv.config import CacheConfig
 from onekv.core import loops
 from onekv.core.batch import Batch, Ubatch, as_seq_id, split as cut
-from onekv.core.cells import Cells, Committed, Slots
-from onekv.core.placement import plan_slots
-from onekv.errors import BatchError, CacheFull, ConfigError, OneKVError, WindowLost
-from onekv.storage import KVStore, LayerSpec, owning_layers
+from onekv.core.cells import Cells, Committed, Rule, Slots, is_empty_span
+from onekv.core.placement import find_slots, not_enough, plan_slots
+from onekv.errors import BatchError, CacheFull, ConfigError, OneKVError, ShiftError, StateError, WindowLost
+from onekv.rope import rotate
+from onekv.storage import KVStore, LayerSpec, layer_groups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 SeqLike = Any  # an int or a Sequence
+_cell_log = logging.getLogger("onekv.cells")
+_NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 def _exclusive(method: _Method) -> _Method:
@@ -119,21 +125,17 @@ class KVCache:
         if deterministic:
             raise ConfigError("deterministic=True is not available yet")
         self.layers = tuple(layers)
-        if not self.layers:
-            raise ConfigError("KVCache needs at least one layer")
-        owner = owning_layers(self.layers)
-        # The full group first: num_cells, num_used and num_free speak of it.
-        windows = sorted(dict.fromkeys(self.layers[i].window for i in owner), key=lambda w: not w.is_full)
+        windows, self._layer_group = layer_groups(self.layers)
         if window_cells is not None and len(windows) == 1:
             raise ConfigError("window_cells sizes a second group of layers, but all layers share one window; num_cells is its size")
         sizes = [num_cells if i == 0 else (window_cells or num_cells) for i in range(len(windows))]
-        self._layer_group = [windows.index(self.layers[i].window) for i in owner]
         self.cells = Cells(windows, sizes, max_seqs)
         self.store = KVStore(self.layers, [sizes[g] for g in self._layer_group], k_dtype, v_dtype, self.config.device, self.config.v_layout)
         self._attend = find_backend(backend)
         self._entered = threading.RLock()
         self._open_step: Step | None = None
         self._handles: dict[int, Sequence] = {}
+        self._turned: set[int] = set()  # layers an interrupted update has already rotated
 
     # --- sequences --------------------------------------------------------------------------------------------------------------
 
@@ -206,10 +208,305 @@ class KVCache:
         """
         return self.cells.can_continue_at(self._seq(seq), int(pos))
 
-    @_exclusive
+    # --- shifting positions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def no_shift(self) -> str | None:
+        """Why positions of this cache cannot shift; None if they can."""
+        if self.cells.row_axes is not None:
+            return "its positions have several axes (M-RoPE)"
+        return self.config.no_shift
+
+    @property
+    def can_shift(self) -> bool:
+        """True iff stored keys can be moved to other positions."""
+        return self.no_shift is None
+
+    @_changes_cells
+    def seq_add(self, seq: SeqLike, p0: int, p1: int, delta: int) -> None:
+        """Add `delta` to the positions [p0, p1) of a sequence. Entries pushed below 0 leave it. Keys are rotated at the next `update`.
+
+        Cells with other owners are first copied (`shared_shift="copy"`), moved for all owners ("move") or refused ("error").
+
+        Raises:
+            ShiftError: this cache cannot shift, or "error" and a cell is shared.
+            CacheFull: the copies do not fit.
+            BatchError: a position would exceed the largest.
+            Nothing has changed in any of these cases.
+        Cost: O(entries of the sequence), and the copies.
+        Source: spec 2.4, D-20.
+        """
+        number, (p0, p1), step = self._seq(seq), _span(p0, p1), _integer("delta", delta)
+        if step and not is_empty_span(p0, p1):
+            self._prepare_shift(number, p0, p1, lambda positions: positions + step)
+            self.cells.seq_add(number, p0, p1, step)
+
+    @_changes_cells
+    def seq_div(self, seq: SeqLike, p0: int, p1: int, d: int) -> None:
+        """Divide the positions [p0, p1) of a sequence by `d`, rounding down; otherwise as `seq_add`.
+
+        Raises:
+            BatchError: `d` is below 1.
+        """
+        number, (p0, p1), divisor = self._seq(seq), _span(p0, p1), _integer("d", d)
+        if divisor > 1 and not is_empty_span(p0, p1):
+            self._prepare_shift(number, p0, p1, lambda positions: positions // divisor)
+        self.cells.seq_div(number, p0, p1, divisor)
+
+    def _prepare_shift(self, seq: int, p0: int, p1: int, rule: Rule) -> None:
+        """Check a shift, and give the sequence its own copies of the shared cells that would move."""
+        if self.no_shift is not None:
+            raise ShiftError(f"positions of this cache cannot shift: {self.no_shift}")
+        if self._turned:
+            self.update()
+        start, stop = self.cells.span(seq, p0, p1)
+        new = self.cells.ruled(seq, start, stop, rule)
+        changes = new != self.cells.positions(seq)[start:stop]
+        shared = [self.cells.shared_entries(g, seq, start, stop) for g in range(len(self.cells.groups))]
+        shared = [entries[changes[entries - start]] for entries in shared]
+        if self.config.shared_shift == "move" or not any(entries.size for entries in shared):
+            return
+        if self.config.shared_shift == "error":
+            at = min(int(self.cells.positions(seq)[entries].min()) for entries in shared if entries.size)
+            raise ShiftError(
+                f"sequence {seq} shares cells from position {at} on, and shared_shift is 'error'; remove the other owners first"
+            )
+        kept = [entries[new[entries - start] >= 0] for entries in shared]
+        following = self.cells.next_queries()
+        following[seq] = 0  # so that none of its own cells counts as expired
+        slots = [
+            find_slots(group, entries.size, following, "scattered") if entries.size else _NO_SLOTS
+            for group, entries in zip(self.cells.groups, kept, strict=True)
+        ]
+        for g, (found, entries) in enumerate(zip(slots, kept, strict=True)):
+            if found is None:
+                raise not_enough(self.cells, g, entries.size, following, "copies of shared cells")
+        for g, (found, entries) in enumerate(zip(slots, kept, strict=True)):
+            if found is not None and entries.size:
+                self.cells.reclaim(g, found)
+                self._copy_data(g, self.cells.column(g, seq)[entries], found)
+                self.cells.detach(g, seq, entries, found)
+        self.cells.cut(seq, start, start + int((new < 0).sum()))
+
+    def _copy_data(self, group: int, sources: NDArray[np.integer], destinations: NDArray[np.integer]) -> None:
+        self.store.copy(self._physical(group), self._index(sources), self._index(destinations))
+
+    def _physical(self, group: int) -> list[int]:
+        """The owning layers of a group."""
+        return [i for i in self.store.physical if self._layer_group[i] == group]
+
+    def _index(self, cells: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(cells.astype(np.int64)).to(self.store.device)
+
+    @_changes_cells
+    def _remove_and_close(self, seq: int, p0: int, p1: int) -> None:
+        """Remove [p0, p1) and shift what follows down; all checks and copies come first."""
+        if self.no_shift is not None:
+            raise ShiftError(f"positions of this cache cannot shift: {self.no_shift}")
+        start, stop = self.cells.span(seq, p0, p1)
+        if start == stop:
+            return
+        positions = self.cells.positions(seq)
+        low, high = max(p0, 0), p1 if p1 >= 0 else int(positions[-1]) + 1
+        kept = np.concatenate([np.arange(start), np.arange(stop, positions.size)])
+        moved: NDArray[np.int64] = positions[kept].astype(np.int64) - np.where(kept >= stop, high - low, 0)
+        for group in self.cells.groups:
+            seen = group.window.visible(moved, int(moved.max(initial=-1)) + 1)
+            if (group.column[seq, kept][seen] < 0).any():
+                raise WindowLost(
+                    f"without positions [{low}, {high}) sequence {seq} would see cells that its window has given up; use mode='exact'",
+                    seq=seq,
+                )
+        has_tail = stop < positions.size
+        if has_tail:
+            self._prepare_shift(seq, high, -1, lambda old: old - (high - low))
+        self.cells.seq_rm(seq, low, high)
+        if has_tail:
+            self.cells.seq_add(seq, high, -1, low - high)
+
+    @property
+    def needs_update(self) -> bool:
+        """True iff position changes wait for `update`. `plan`, `save`, `keys` and `compact` apply them by themselves."""
+        return any(group.has_shift for group in self.cells.groups)
+
+    @_changes_cells
     def update(self) -> bool:
-        """Apply pending position shifts to the stored keys. True iff a key was rotated."""
-        return False
+        """Apply pending position changes: rotate the keys of the changed cells, in the layers that have RoPE. True iff a key was rotated.
+
+        If it fails or is interrupted, the changes stay pending and the next call goes on.
+        Cost: O(changed cells x layers).
+        Source: spec 4.12, D-2 to D-4.
+        """
+        rotated = False
+        for g, group in enumerate(self.cells.groups):
+            if not group.has_shift:
+                continue
+            cells = np.flatnonzero(group.shift)
+            index, change = self._index(cells), torch.from_numpy(group.shift[cells])
+            layers = [i for i in self._physical(g) if cells.size and self.layers[i].rope is not None]
+            for i in layers:
+                if i not in self._turned:
+                    self._rotate(i, index, change)
+                    self._turned.add(i)
+            self.cells.reset_shift(g)
+            self._turned.difference_update(layers)
+            rotated |= bool(layers)
+        return rotated
+
+    def _rotate(self, layer: int, index: Tensor, change: Tensor) -> None:
+        rope = self.layers[layer].rope
+        if rope is not None and rope.part == "key":
+            self.store.write(layer, index, k=rotate(self.store.keys(layer)[index], change, rope))
+        elif rope is not None:
+            self.store.write(layer, index, v=rotate(self.store.values(layer)[index], change, rope))
+
+    # --- moving cells -----------------------------------------------------------------------------------------------------------
+
+    @_changes_cells
+    def compact(self) -> int:
+        """Move the used cells of every group to its front. Returns how many moved; a second call moves none.
+
+        Nothing needs it: cells may lie anywhere. It makes room for `placement="contiguous"` and puts a buffer in reading order.
+        Cost: O(cells), and one copy of what moves.
+        """
+        self.update()
+        moved = 0
+        for g in range(len(self.cells.groups)):
+            sources, destinations = self.cells.packing_moves(g)
+            if sources.size:
+                self._copy_data(g, sources, destinations)
+                self.cells.move(g, sources, destinations)
+                moved += sources.size
+        return moved
+
+    @_changes_cells
+    def reorder(self, seqs: Listing[SeqLike], sources: Listing[SeqLike]) -> None:
+        """One simultaneous permutation: seqs[i] becomes what sources[i] was (beam search). Copies rows, no keys or values.
+
+        Raises:
+            BatchError: lengths differ, or a sequence is named twice among `seqs`.
+        """
+        self.cells.reorder([self._seq(s) for s in seqs], [self._seq(s) for s in sources])
+
+    # --- files ------------------------------------------------------------------------------------------------------------------
+
+    @_changes_cells
+    def save(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
+        """Write one sequence, or the whole cache (None), to a path or a binary file. Returns how many tokens were saved.
+
+        A sequence is saved with what the next query may see: cells that a window hides from it are left out. A whole cache is saved as it
+        is. A path gets the whole file or stays as it was.
+
+        Args:
+            progress: called with (bytes done, bytes in all)
+        Raises:
+            StateError: the file cannot be written.
+        Cost: a copy of the saved keys and values in memory.
+        """
+        self.update()
+        cells = self.cells
+        number = None if seq is None else self._seq(seq)
+        rows, chosen = [], []
+        for s in cells.present() if number is None else [number]:
+            axes = cells.axes(s)[1:].copy() if cells.row_axes is not None else None
+            columns = [cells.column(g, s).copy() for g in range(len(cells.groups))]
+            if number is not None:
+                for group, column in zip(cells.groups, columns, strict=True):
+                    column[~group.window.visible(cells.positions(s), cells.seq_pos_max(s) + 1)] = -1
+            rows.append(files.SavedRow(s, cells.positions(s).copy(), cells.tokens(s).copy(), columns, axes))
+        for g, group in enumerate(cells.groups):
+            held = group.position >= 0 if number is None else rows[0].columns[g] >= 0
+            kept = np.flatnonzero(held) if number is None else rows[0].columns[g][held].astype(np.int64)
+            place = np.full(group.num_cells + 1, -1, np.int32)  # the last one stands for -1
+            place[kept] = np.arange(kept.size)
+            for row in rows:
+                row.columns[g][:] = place[row.columns[g]]
+            chosen.append(self._index(kept))
+        state = files.State(self.layers, self.config.fingerprint, number is None, rows)
+        for i in self.store.physical:
+            index = chosen[self._layer_group[i]]
+            state.keys[i], state.values[i] = self.store.keys(i)[index], self.store.values(i)[index]
+        files.save(path, state, progress)
+        return sum(row.positions.size for row in rows) if number is not None else len(chosen[0])
+
+    @_changes_cells
+    def load(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
+        """Read a file of `save` in place of a sequence, or of the whole cache (None). Returns how many tokens were loaded.
+
+        The destination is replaced; other sequences stay. Cells, buffer size, placement, V layout and dtypes may differ (converted through
+        float32); layers, windows, rope and fingerprint may not.
+
+        Raises:
+            StateError: damaged, foreign, or of the other kind (whole or one sequence).
+            CacheFull: not enough cells.
+            Nothing has changed in either case.
+        """
+        self.update()
+        number = None if seq is None else self._seq(seq)
+        state = files.load(path, progress)
+        for difference in files.differences(state, self.layers, self.config.fingerprint):
+            raise StateError(f"this file does not belong to this cache: {difference}")
+        if state.whole != (number is None):
+            kind = "a whole cache; load it without a sequence" if state.whole else "one sequence; say which sequence to load it as"
+            raise StateError(f"the file holds {kind}")
+        for row in state.rows:
+            if number is None and row.seq >= self.config.max_seqs:
+                raise StateError(f"the file holds sequence {row.seq}; ids of this cache are in [0, {self.config.max_seqs})")
+            if self.config.vocab_size is not None and row.tokens.max(initial=-1) >= self.config.vocab_size:
+                raise StateError(f"the file holds token id {row.tokens.max()}; the vocabulary has {self.config.vocab_size}")
+        return self._load_whole(state) if number is None else self._load_sequence(state, number)
+
+    def _load_whole(self, state: files.State) -> int:
+        counts = [state.num_cells(g) for g in range(len(self.cells.groups))]
+        for g, (count, group) in enumerate(zip(counts, self.cells.groups, strict=True)):
+            if count > group.num_cells:
+                raise CacheFull(
+                    f"the file holds {count} cells, group {g} has {group.num_cells}", needed=count, free=group.num_cells, group=g
+                )
+        self.cells.clear()
+        self.store.zero()
+        self._write_data(state, [np.arange(count) for count in counts])
+        for row in state.rows:
+            self.cells.restore(row.seq, row.positions, row.tokens, row.columns, row.axes)
+        for group in self.cells.groups:
+            group.head = 0
+        return counts[0]
+
+    def _load_sequence(self, state: files.State, seq: int) -> int:
+        row, cells = state.rows[0], self.cells
+        slots = self._slots_for(cells, state)
+        if slots is None:
+            # Only the destination's own cells make room: they are given up first.
+            trial = cells.clone()
+            trial.seq_rm(seq)
+            slots = self._slots_for(trial, state)
+            if slots is None:
+                g = next(g for g in range(len(cells.groups)) if self._slots_for(trial, state, g) is None)
+                raise not_enough(trial, g, state.num_cells(g), trial.next_queries(), "cells of the saved sequence")
+            cells.seq_rm(seq)
+        for g, found in enumerate(slots):
+            cells.reclaim(g, found)
+        self._write_data(state, slots)
+        cells.seq_rm(seq)
+        columns = [np.append(found, -1)[column].astype(np.int32) for found, column in zip(slots, row.columns, strict=True)]
+        cells.restore(seq, row.positions, row.tokens, columns, row.axes)
+        return row.positions.size
+
+    def _slots_for(self, cells: Cells, state: files.State, only: int | None = None) -> list[Slots] | None:
+        """Cells for a saved sequence in every group (or only one), None if they do not fit."""
+        following, slots = cells.next_queries(), []
+        for g, group in enumerate(cells.groups):
+            count = state.num_cells(g) if only in (None, g) else 0
+            found = find_slots(group, count, following, self.config.placement) if count else _NO_SLOTS
+            if found is None:
+                return None
+            slots.append(found)
+        return slots
+
+    def _write_data(self, state: files.State, slots: Listing[NDArray[np.integer]]) -> None:
+        for i in self.store.physical:
+            index = self._index(slots[self._layer_group[i]])
+            self.store.write(i, index, k=state.keys[i], v=state.values[i])
 
     # --- evaluating -------------------------------------------------------------------------------------------------------------
 
@@ -448,6 +745,41 @@ class Sequence:
         self._check_continues(pos)
         self.cache.seq_rm(self.id, pos, -1)
 
+    def remove(self, p0: int, p1: int, mode: Literal["shift", "exact"] = "shift") -> NDArray[np.int32]:
+        """Take the positions [p0, p1) out of the middle, and close the gap.
+
+        mode="shift" keeps what follows and moves it down: instant, and approximate by nature, because the kept tokens have seen what is
+        gone. mode="exact" drops what follows too and returns its token ids, to be fed again from p0 on.
+
+        Returns:
+            token ids to feed again, [n]; empty for "shift"
+        Raises:
+            ShiftError: "shift", and this cache cannot.
+            CacheFull: "shift", and copies of shared cells do not fit.
+            WindowLost: the sequence could not go on afterwards, because a window has given up cells it would see.
+            BatchError: "exact", and what follows was not fed as tokens.
+            Nothing has changed in any of these cases.
+        """
+        p0, p1 = _span(p0, p1)
+        if mode == "shift":
+            self.cache._remove_and_close(self.id, p0, p1)
+            return np.empty(0, np.int32)
+        if mode != "exact":
+            raise ConfigError(f'mode must be "shift" or "exact", got {mode!r}')
+        cells = self.cache.cells
+        start, stop = cells.span(self.id, p0, p1)
+        tail = cells.tokens(self.id)[stop:].copy()
+        if (tail < 0).any():
+            raise BatchError(f"sequence {self.id} was fed embeddings after position {p1}; their token ids are not known", seq=self.id)
+        if start < stop:
+            self.truncate(int(cells.positions(self.id)[start]))
+            return tail
+        return np.empty(0, np.int32)
+
+    def save(self, path: files.Target) -> int:
+        """Write this sequence to a file; see `KVCache.save`. Returns the number of tokens."""
+        return self.cache.save(path, self.id)
+
     def _check_continues(self, pos: int) -> None:
         if isinstance(pos, bool) or not isinstance(pos, int | np.integer) or pos < 0:
             raise BatchError(f"a position must be a non-negative integer, got {pos!r}", seq=self.id)
@@ -474,6 +806,38 @@ class Sequence:
 
     def __repr__(self) -> str:
         return "Sequence(freed)" if self._id is None else f"Sequence(id={self._id}, {len(self)} tokens)"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShift:
+    """What gives way when a conversation reaches its limit: some tokens after the first few are removed, the rest moves down.
+
+    Attributes:
+        n_keep:    leading tokens that always stay (attention sinks, a system prompt)
+        n_discard: tokens to remove at a time; None: half of the others
+
+    However it is set, at least one token goes: n_keep leaves one to remove, n_discard removes one.
+    """
+
+    n_keep: int = 0
+    n_discard: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("n_keep", self.n_keep), ("n_discard", self.n_discard)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
+
+    def make_room(self, seq: Sequence) -> int:
+        """Remove tokens from a sequence, as `Sequence.remove(mode="shift")` does. Returns how many; 0 only if it was empty."""
+        length = len(seq)
+        if length == 0:
+            return 0
+        keep = min(self.n_keep, length - 1)
+        count = (length - keep) // 2 if self.n_discard is None else self.n_discard
+        count = min(max(count, 1), length - keep)
+        positions = seq.positions
+        seq.remove(int(positions[keep]), int(positions[keep + count]) if keep + count < length else -1)
+        return count
 
 
 class Plan:
@@ -538,6 +902,8 @@ class Step:
             raise OneKVError("a step was entered while another thread is inside the cache; one thread owns it")
         try:
             self._done = cache.cells.commit(self.ubatch, self._slots)
+            if _cell_log.isEnabledFor(logging.DEBUG):
+                _cell_log.debug("%s", cache.cells.draw())
             try:
                 self._views = [self._view(cache, g) for g in range(len(cache.cells.groups))]
                 self._targets = [torch.from_numpy(slots).to(cache.store.device) for slots in self._slots]
@@ -553,8 +919,12 @@ class Step:
         first, last = np.empty(len(ubatch), np.int64), np.empty(len(ubatch), np.int64)
         seqs = ubatch.first_ids
         rows = (cells.row_positions, cells.row_lengths)
-        loops.visible_ranges(*group.rule, self.plan.causal, *rows, seqs, ubatch.queries, first, last)
-        return View(group, self.plan.causal, seqs, ubatch.queries, first, last, group.column, cells.row_positions)
+        if cells.row_axes is not None and ubatch.positions.ndim == 2:
+            axes = (cells.row_positions, cells.row_axes, cells.row_lengths, seqs, ubatch.positions[:3])
+            loops.visible_ranges_axes(*group.rule, self.plan.causal, *axes, first, last)
+        else:
+            loops.visible_ranges(*group.rule, self.plan.causal, *rows, seqs, ubatch.queries, first, last)
+        return View(group, self.plan.causal, seqs, ubatch.positions, first, last, group.column, cells.row_positions)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         cache = self.plan.cache
@@ -650,8 +1020,11 @@ class Step:
 
 
 def _span(p0: int, p1: int) -> tuple[int, int]:
-    """Both bounds as ints."""
-    for name, bound in (("p0", p0), ("p1", p1)):
-        if isinstance(bound, bool) or not isinstance(bound, int | np.integer):
-            raise BatchError(f"{name} must be an integer position, got {bound!r}")
-    return int(p0), int(p1)
+    """Both bounds of a range of positions as ints."""
+    return _integer("p0", p0), _integer("p1", p1)
+
+
+def _integer(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise BatchError(f"{name} must be an integer, got {value!r}")
+    return int(value)

@@ -21,7 +21,9 @@ from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
 from onekv.models.pull import pull as fetch
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0] if __doc__ else None)
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0] if __doc__ else None
+)
 _out = Console(soft_wrap=True, highlight=False)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model's name (smollm2), a .gguf file, a directory, or a hub id.")]
@@ -227,7 +229,9 @@ _QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "Name th
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file, a directory, or a hub id.")] = "smollm2",
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file, a directory, or a hub id.")
+    ] = "smollm2",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of one answer.")] = 48,
     weights: Weights = "auto",
 ) -> None:
@@ -280,8 +284,9 @@ def _show_cells(cache: KVCache) -> None:
     stats = cache.stats()
     _out.print(cache.draw(), markup=False)
     for group in stats["groups"]:
+        used, saved = group["used"] * group["nbytes"] / group["cells"], group["nbytes_saved"]
         _out.print(
-            f"{group['used']} cells used, {group['shared']} of them shared, {group['nbytes_saved'] / 1e6:.1f} MB of keys and values saved "
-            f"(a copy for each conversation would take {(group['nbytes_saved'] + group['used'] * group['nbytes'] / group['cells']) / 1e6:.1f} MB)",
+            f"{group['used']} cells used, {group['shared']} of them shared: {used / 1e6:.1f} MB of keys and values instead of "
+            f"{(used + saved) / 1e6:.1f} MB, {saved / 1e6:.1f} MB saved",
             style="bold",
         )

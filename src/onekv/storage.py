@@ -113,6 +113,19 @@ def owning_layers(layers: Sequence[LayerSpec]) -> list[int]:
     return owner
 
 
+def layer_groups(layers: Sequence[LayerSpec]) -> tuple[list[Window], list[int]]:
+    """The windows of a model's layer groups, the full one first, and for each layer the index of its group.
+
+    Raises:
+        ConfigError: no layer, or a source that cannot be read.
+    """
+    if not layers:
+        raise ConfigError("a cache needs at least one layer")
+    owner = owning_layers(layers)
+    windows = sorted(dict.fromkeys(layers[i].window for i in owner), key=lambda window: not window.is_full)
+    return windows, [windows.index(layers[i].window) for i in owner]
+
+
 def dtype_of(name: str, what: str) -> torch.dtype:
     """The torch dtype called `name`; `what` names the setting in the error."""
     try:
@@ -214,12 +227,24 @@ class KVStore:
                 raise ConfigError(f"layer {layer}: {name} has shape {tuple(came.shape)}, expected [T, G, D] = {list(expected)}")
             if not came.is_floating_point():
                 raise ConfigError(f"layer {layer}: {name} must be a float tensor, got {came.dtype}")
-        self._k[layer].index_copy_(0, slots, k.to(self.device, self.k_dtype))
-        self._v[layer].index_copy_(0, slots, v.to(self.device, self.v_dtype))
+        self.write(layer, slots, k, v)
 
     def gather(self, layer: int, cells: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, G, D] and values [n, G, Dv] of the given cells as float32, in the order of `cells`. A copy."""
         return self.keys(layer).index_select(0, cells).float(), self.values(layer).index_select(0, cells).float()
+
+    def write(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Overwrite keys, values or both of the given cells, [n, G, D] and [n, G, Dv]; converted to the store's dtype."""
+        if k is not None:
+            self._k[layer].index_copy_(0, cells, k.to(self.device, self.k_dtype))
+        if v is not None:
+            self._v[layer].index_copy_(0, cells, v.to(self.device, self.v_dtype))
+
+    def copy(self, layers: Sequence[int], sources: Tensor, destinations: Tensor) -> None:
+        """Copy keys and values from cell to cell, bit for bit, in the given physical layers. Sources and destinations do not overlap."""
+        for layer in layers:
+            for part in (self._k, self._v):
+                part[layer].index_copy_(0, destinations, part[layer].index_select(0, sources))
 
     def zero(self) -> None:
         """Zero every key and value. Cost: one pass over the memory."""

@@ -99,7 +99,7 @@ class View:
         group:         the cells (the dense mask reads them; ranges do not)
         causal:        a query sees no later position
         seqs:          [T] int64, the sequence whose row each query sees
-        queries:       [T] int32, position of each query
+        positions:     [T] int32, position of each query; [4, T] where positions have axes
         first, last:   [T] int64, visible entries of the row: [first, last)
         column:        [S, E] int32, cell of every entry
         row_positions: [S, E] int32, position of every entry
@@ -108,12 +108,17 @@ class View:
     group: Group
     causal: bool
     seqs: NDArray[np.int64]
-    queries: NDArray[np.int32]
+    positions: NDArray[np.int32]
     first: NDArray[np.int64]
     last: NDArray[np.int64]
     column: NDArray[np.int32]
     row_positions: NDArray[np.int32]
     _made: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def queries(self) -> NDArray[np.int32]:
+        """[T] what windows and biases are measured from: the position, or its first component."""
+        return self.positions[0] if self.positions.ndim == 2 else self.positions
 
     def once(self, name: str, make: Callable[[View], _Made]) -> _Made:
         """`make(view)`, computed at the first call and shared by the layers of the group."""

@@ -18,8 +18,14 @@ def dense_mask(view: View) -> NDArray[np.bool_]:
     """Which cell every query sees, [T, C]. Spec 4.10. Cost: O(T x C)."""
     group = view.group
     rows = []
-    for seq, query in zip(view.seqs.tolist(), view.queries.tolist(), strict=True):
-        rows.append(group.owned_by(seq) & (group.position >= 0) & group.window.visible(group.position, query, view.causal))
+    for i, (seq, query) in enumerate(zip(view.seqs.tolist(), view.queries.tolist(), strict=True)):
+        seen = group.owned_by(seq) & (group.position >= 0) & group.window.visible(group.position, query, view.causal)
+        if group.axes is not None and view.causal:
+            # Among the cells of the query's own t, those after it in row-major order are hidden.
+            y, x = view.positions[1:3, i] if view.positions.ndim == 2 else (query, query)
+            after = (group.axes[0] > y) | ((group.axes[0] == y) & (group.axes[1] > x))
+            seen &= ~((group.position == query) & after)
+        rows.append(seen)
     return np.array(rows)
 
 

@@ -28,7 +28,10 @@ class Rows(Protocol):
 
     max_seqs: int
     row_positions: NDArray[np.int32]
+    row_axes: NDArray[np.int32] | None
     row_lengths: NDArray[np.int32]
+
+    def next_position(self, seq: int) -> int: ...
 
     def owns_same_cells(self, one: int, other: int) -> bool: ...
 
@@ -113,11 +116,6 @@ class Batch:
         kind = "tokens" if self.tokens is not None else "embeddings"
         return f"Batch({len(self)} {kind}, sequences {sorted(set(self.ids.tolist()))})"
 
-    @property
-    def is_multi(self) -> bool:
-        """True iff positions have several components (M-RoPE)."""
-        return self.positions is not None and self.positions.ndim == 2
-
     def _read_seqs(self, seqs: Any, count: int) -> None:
         self.handles = ()
         if isinstance(seqs, str):
@@ -176,26 +174,33 @@ class Batch:
         tokens = self.tokens if self.tokens is not None else np.empty(0, np.int64)
         limit = -1 if vocab_size is None else vocab_size
         self._raise(loops.check_ids(tokens, limit, self.ids, self.offsets, rows.max_seqs, error), error, rows, vocab_size)
-        if self.positions is None:
-            positions = np.empty(len(self), np.int64)
-            loops.fill_positions(self.ids, self.offsets, rows.row_positions, rows.row_lengths, positions)
-        else:
-            positions = self.positions
-        first = positions[0] if positions.ndim == 2 else positions
+        positions = self.positions if self.positions is not None else self._filled(rows)
+        is_multi = positions.ndim == 2
+        first = positions[0] if is_multi else positions
         held = (rows.row_positions, rows.row_lengths)
         is_tokens = self.tokens is not None
-        if self.is_multi and (positions.min() < 0 or positions.max() > loops.FARTHEST):
+        if is_multi and (positions.min() < 0 or positions.max() > loops.FARTHEST):
             row = int(np.flatnonzero((positions < 0).any(0) | (positions > loops.FARTHEST).any(0))[0])
             raise BatchError(f"row {row} has position {positions[:, row].tolist()}; components lie in [0, {loops.FARTHEST}]", row=row)
-        self._raise(loops.check_positions(first, self.ids, self.offsets, *held, is_tokens, self.is_multi, error), error, rows, vocab_size)
+        self._raise(loops.check_positions(first, self.ids, self.offsets, *held, is_tokens, is_multi, error), error, rows, vocab_size)
         is_shared = self.ids.size > len(self)
         if is_shared:
             self._check_coupling(rows)
             found = loops.check_nesting(first, self.sets(rows.max_seqs), self.ids, self.offsets, rows.max_seqs, error)
             self._raise(found, error, rows, vocab_size)
-        may_repeat = not is_tokens or self.is_multi
+        may_repeat = not is_tokens or is_multi
         self._raise(loops.check_order(first, self.ids, self.offsets, rows.max_seqs, may_repeat, error), error, rows, vocab_size)
         return positions
+
+    def _filled(self, rows: Rows) -> Ints:
+        """Positions that continue the sequences. Where positions have axes, text goes on above all of them, with equal components."""
+        positions = np.empty(len(self), np.int64)
+        if rows.row_axes is None:
+            following = np.full(rows.max_seqs, -1, np.int64)
+        else:
+            following = np.array([rows.next_position(s) for s in range(rows.max_seqs)])
+        loops.fill_positions(self.ids, self.offsets, rows.row_positions, rows.row_lengths, following, positions)
+        return positions if rows.row_axes is None else np.stack([positions] * _SECTIONS)
 
     def _check_coupling(self, rows: Rows) -> None:
         """Sequences of one row must own exactly the same cells, or the row's sequences would see different pasts. V14, D-23."""

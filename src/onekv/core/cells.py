@@ -10,7 +10,7 @@ A position whose cell a window has given up stays in the row and holds -1 in tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,9 @@ from onekv.errors import BatchError, OneKVError
 
 Int32 = NDArray[np.int32]
 Slots = NDArray[np.int64]
+Rule = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # old positions to new ones
 
+_NO_ROWS = (np.empty(0, np.int32), np.empty(0, np.int64), np.zeros(1, np.int64))
 _FIRST_CAPACITY = 64  # entries a row can hold before the tables grow
 _DRAW_IN_FULL = 64  # cells; larger groups are drawn as one character a cell
 
@@ -42,6 +44,8 @@ class Group:
         self.counts = np.zeros(2, np.int64)
         self.column = np.empty((max_seqs, capacity), np.int32)
         self.lost = np.zeros((max_seqs, 2), np.int32)
+        self.axes: Int32 | None = None  # [2, C] y and x of M-RoPE positions, once there are any
+        self.has_shift = False  # True from a change of positions until the keys were rotated
 
     @property
     def head(self) -> int:
@@ -62,10 +66,14 @@ class Group:
         """The window as the two numbers the compiled loops take."""
         return self.window.kind, self.window.size
 
+    @property
+    def state(self) -> tuple[Int32, Int32, NDArray[np.uint64], NDArray[np.uint8], NDArray[np.int64]]:
+        """position, shift, owners, used and counts, as the compiled loops take them."""
+        return self.position, self.shift, self.owners, self.used, self.counts
+
     def owners_of(self, cell: int) -> list[int]:
         """Sequences that own a cell, ascending."""
-        bits = np.unpackbits(self.owners[cell].view(np.uint8), bitorder="little")
-        return [int(s) for s in np.flatnonzero(bits)]
+        return _bits(self.owners[cell])
 
     def owned_by(self, seq: int) -> NDArray[np.bool_]:
         """Which cells a sequence owns, [C]. One pass over the cells: for tests and the dense mask."""
@@ -80,6 +88,7 @@ class Committed:
     slots: Sequence[Slots]
     heads: list[int]
     lengths: Int32
+    tails: list[tuple[int, int, list[Int32]]] = field(default_factory=list)  # sequence, first entry, what its tables held from there
     progress: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
 
@@ -99,6 +108,7 @@ class Cells:
         self.groups = tuple(Group(w, n, max_seqs, _FIRST_CAPACITY) for w, n in zip(windows, num_cells, strict=True))
         self.row_positions = np.empty((max_seqs, _FIRST_CAPACITY), np.int32)
         self.row_tokens = np.empty((max_seqs, _FIRST_CAPACITY), np.int32)
+        self.row_axes: Int32 | None = None  # [2, S, E] y and x, once a position had them
         self.row_lengths = np.zeros(max_seqs, np.int32)
         self.epoch = 0
 
@@ -131,11 +141,20 @@ class Cells:
 
     def seq_pos_min(self, seq: int) -> int:
         """Smallest position of a sequence for which at least one group still holds a cell, -1 if there is none."""
-        start = min(int(self._first_held(group, seq)) for group in self.groups)
+        start = min(int(group.lost[seq, 0]) for group in self.groups)
         return int(self.row_positions[seq, start]) if start < self.row_lengths[seq] else -1
 
-    def _first_held(self, group: Group, seq: int) -> int:
-        return int(group.lost[seq, 0])
+    def axes(self, seq: int) -> Int32:
+        """All components (t, y, x) of a sequence's positions, [3, n]. A copy."""
+        n = self.row_lengths[seq]
+        t = self.row_positions[seq, :n]
+        if self.row_axes is None:
+            return np.stack([t, t, t])
+        return np.stack([t, self.row_axes[0, seq, :n], self.row_axes[1, seq, :n]])
+
+    def next_position(self, seq: int) -> int:
+        """Position of the token after the last: one above every component of every position."""
+        return int(self.axes(seq).max(initial=-1)) + 1 if self.row_axes is not None else self.seq_pos_max(seq) + 1
 
     def can_continue_at(self, seq: int, position: int, causal: bool = True) -> bool:
         """True iff no entry that a query at `position` may see has lost its cell."""
@@ -151,12 +170,14 @@ class Cells:
     def owns_same_cells(self, one: int, other: int) -> bool:
         """True iff two sequences have equal rows."""
         n = self.row_lengths[one]
-        return bool(n == self.row_lengths[other]) and all(np.array_equal(t[one, :n], t[other, :n]) for t in self._tables())
+        tables = (table for table, counts in zip(self._tables(), self._identity(), strict=True) if counts)
+        return bool(n == self.row_lengths[other]) and all(np.array_equal(t[one, :n], t[other, :n]) for t in tables)
 
-    def next_queries(self, ubatch: Ubatch) -> NDArray[np.int64]:
+    def next_queries(self, ubatch: Ubatch | None = None) -> NDArray[np.int64]:
         """Smallest position at which each sequence can be queried next, the given rows included, [S]."""
         following = np.empty(self.max_seqs, np.int64)
-        loops.next_queries(self.row_positions, self.row_lengths, ubatch.queries, ubatch.ids, ubatch.offsets, following)
+        rows = _NO_ROWS if ubatch is None else (ubatch.queries, ubatch.ids, ubatch.offsets)
+        loops.next_queries(self.row_positions, self.row_lengths, *rows, following)
         return following
 
     # --- sequence operations (spec 2.4) -----------------------------------------------------------------------------------------
@@ -180,6 +201,7 @@ class Cells:
             group.used[: group.num_cells] = 0
             group.counts[:] = 0
             group.lost[:] = 0
+            group.has_shift = False
         self.row_lengths[:] = 0
         self.epoch += 1
 
@@ -190,14 +212,14 @@ class Cells:
         Cost: O(entries of the sequence).
         """
         for s in self.present() if seq == -1 else [self.check_seq(seq)]:
-            self._cut(s, *self._span(s, p0, p1))
+            self.cut(s, *self.span(s, p0, p1))
 
     def seq_keep(self, seq: int) -> None:
         """Remove every other sequence."""
         self.check_seq(seq)
         for s in self.present():
             if s != seq:
-                self._cut(s, 0, self.length(s))
+                self.cut(s, 0, self.length(s))
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         """Let `dst` own the cells of `src` at positions [p0, p1) too. Copies entries, no K/V; what `dst` owns stays.
@@ -208,11 +230,11 @@ class Cells:
         """
         self.check_seq(src)
         self.check_seq(dst)
-        start, stop = self._span(src, p0, p1)
+        start, stop = self.span(src, p0, p1)
         if src == dst or start >= stop:
             return
         entries = [table[src, start:stop].copy() for table in self._tables()]
-        here, there = self._span(dst, int(entries[0][0]), int(entries[0][-1]) + 1)
+        here, there = self.span(dst, int(entries[0][0]), int(entries[0][-1]) + 1)
         if here < there:
             fresh = self._unknown(dst, here, there, entries)
             entries = [column[fresh] for column in entries]
@@ -220,8 +242,9 @@ class Cells:
 
     def _unknown(self, dst: int, start: int, stop: int, entries: list[Int32]) -> NDArray[np.bool_]:
         """Which entries are not among those of dst[start:stop]; an entry there with other cells at one of the positions is an error."""
-        held = _as_records([table[dst, start:stop] for table in self._tables()])
-        given = _as_records(entries)
+        told = self._identity()
+        held = _as_records([table[dst, start:stop] for table, counts in zip(self._tables(), told, strict=True) if counts])
+        given = _as_records([column for column, counts in zip(entries, told, strict=True) if counts])
         others = self.row_positions[dst, start:stop][~np.isin(held, given)]
         clash = others[np.isin(others, entries[0])]
         if clash.size:
@@ -232,6 +255,191 @@ class Cells:
                 given=int(clash[0]),
             )
         return ~np.isin(given, held)
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Add `delta` to the positions [p0, p1) of a sequence: to their cells, so to every owner of these. Entries pushed below 0 leave
+        all their owners. Keys are rotated later, by what `shift` has gathered. A group's head goes to the first freed cell, else to 0.
+
+        Raises:
+            BatchError: a position would exceed the largest.
+        Cost: O(entries of the sequences that own a moved cell).
+        """
+        self.check_seq(seq)
+        if delta == 0 or is_empty_span(p0, p1):
+            return
+        freed = self._reposition(seq, *self.span(seq, p0, p1), lambda positions: positions + delta)
+        for group, first in zip(self.groups, freed, strict=True):
+            group.head = max(first, 0)
+        self.epoch += 1
+
+    def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
+        """Divide the positions [p0, p1) of a sequence by `divisor`, rounding down; as `seq_add` otherwise, and heads stay.
+
+        Raises:
+            BatchError: a divisor below 1.
+        """
+        self.check_seq(seq)
+        if divisor < 1:
+            raise BatchError(f"positions can be divided by 1 or more, got {divisor}", seq=seq, given=divisor)
+        if divisor == 1 or is_empty_span(p0, p1):
+            return
+        self._reposition(seq, *self.span(seq, p0, p1), lambda positions: positions // divisor)
+
+    def _reposition(self, seq: int, start: int, stop: int, rule: Rule) -> list[int]:
+        """Give the entries [start, stop) of a row new positions, with their cells and every other owner of these.
+
+        Returns the first freed cell of each group, -1 where there is none.
+        """
+        freed = [-1] * len(self.groups)
+        if start >= stop:
+            return freed
+        self.ruled(seq, start, stop, rule)
+        moving: dict[int, NDArray[np.bool_]] = {seq: np.zeros(self.length(seq), np.bool_)}
+        moving[seq][start:stop] = True
+        for g, group in enumerate(self.groups):
+            cells = self.column(g, seq)[start:stop]
+            cells = cells[cells >= 0]
+            others = _bits(np.bitwise_or.reduce(group.owners[cells], axis=0)) if cells.size else []
+            if others not in ([], [seq]):
+                flags = np.zeros(group.num_cells + 1, np.bool_)  # the last one stands for -1
+                flags[cells] = True
+                for s in others:
+                    hit = flags[self.column(g, s)]
+                    moving[s] = moving[s] | hit if s in moving else hit
+            old = group.position[cells].astype(np.int64)
+            new = rule(old)
+            group.position[cells] = new
+            group.shift[cells] += (new - old).astype(np.int32)
+            group.has_shift |= cells.size > 0
+            gone = cells[new < 0]
+            if gone.size:
+                group.owners[gone] = 0
+                group.position[gone] = 0  # so that sweep takes them for used
+                freed[g] = int(loops.sweep(gone, *group.state))
+        for s, mask in moving.items():
+            self._move_entries(s, mask, rule)
+        return freed
+
+    def ruled(self, seq: int, start: int, stop: int, rule: Rule) -> NDArray[np.int64]:
+        """The positions that `rule` gives the entries [start, stop) of a row; negative ones are to be dropped.
+
+        Raises:
+            BatchError: one exceeds the largest.
+        """
+        positions = rule(self.row_positions[seq, start:stop].astype(np.int64))
+        if positions.max(initial=-1) > loops.FARTHEST:
+            raise BatchError(f"position {positions.max()} would exceed the largest, {loops.FARTHEST}", seq=seq, given=int(positions.max()))
+        return positions
+
+    def _move_entries(self, seq: int, mask: NDArray[np.bool_], rule: Rule) -> None:
+        """Apply `rule` to some positions of a row, drop what falls below 0, and restore the order."""
+        positions = self.positions(seq).astype(np.int64)
+        positions[mask] = rule(positions[mask])
+        kept = np.flatnonzero(positions >= 0)
+        order = kept[np.argsort(positions[kept], kind="stable")]
+        for table in self._tables():
+            table[seq, : order.size] = table[seq, order]
+        self.row_positions[seq, : order.size] = positions[order]
+        self.row_lengths[seq] = order.size
+        self._rows_changed(seq)
+
+    def shared_entries(self, group: int, seq: int, start: int, stop: int) -> NDArray[np.int64]:
+        """Entries of a row in [start, stop) whose cell in this group has other owners too."""
+        cells = self.column(group, seq)[start:stop]
+        owners = self.groups[group].owners[cells].copy()
+        owners[:, seq >> 6] &= ~(np.uint64(1) << np.uint64(seq & 63))
+        return start + np.flatnonzero((owners != 0).any(axis=1) & (cells >= 0))
+
+    def detach(self, group: int, seq: int, entries: NDArray[np.int64], copies: Slots) -> None:
+        """Put copies in the place of a sequence's shared cells; the copied cells lose it as owner. The caller copies keys and values."""
+        g = self.groups[group]
+        cells = g.column[seq, entries]
+        g.position[copies], g.shift[copies] = g.position[cells], g.shift[cells]
+        g.used[copies] = 1
+        g.counts[loops.USED] += copies.size
+        loops.claim(copies, seq, g.owners)
+        loops.disown(cells, seq, g.owners)
+        g.column[seq, entries] = copies
+        self.epoch += 1
+
+    def reclaim(self, group: int, slots: Slots) -> None:
+        """Empty the expired cells among `slots`, as a commit of new rows there would."""
+        g = self.groups[group]
+        loops.reclaim(slots, *g.state, self.row_positions, self.row_lengths, g.column, g.lost)
+        self.epoch += 1
+
+    def reset_shift(self, group: int) -> None:
+        """Forget pending shifts: the keys have been rotated."""
+        self.groups[group].shift[:] = 0
+        self.groups[group].has_shift = False
+
+    def reorder(self, seqs: Sequence[int], sources: Sequence[int]) -> None:
+        """One simultaneous permutation: seqs[i] becomes what sources[i] was. Copies rows, no keys or values.
+
+        Raises:
+            BatchError: lengths differ, an id is out of range, or a destination is named twice.
+        """
+        if len(seqs) != len(sources) or len(set(seqs)) != len(seqs):
+            raise BatchError(f"reorder needs as many sources as sequences, and no sequence twice; got {list(seqs)} and {list(sources)}")
+        for s in (*seqs, *sources):
+            self.check_seq(s)
+        rows = [[table[source, : self.row_lengths[source]].copy() for table in self._tables()] for source in sources]
+        before = [[self.column(g, s).copy() for s in seqs] for g in range(len(self.groups))]
+        for group, columns in zip(self.groups, before, strict=True):
+            for s, cells in zip(seqs, columns, strict=True):
+                loops.disown(cells, s, group.owners)
+        for s, entries in zip(seqs, rows, strict=True):
+            self.row_lengths[s] = 0
+            self._insert(s, entries)
+        for group, columns in zip(self.groups, before, strict=True):
+            for cells in columns:
+                self._note_freed(group, loops.sweep(cells, *group.state))
+
+    def packing_moves(self, group: int) -> tuple[Slots, Slots]:
+        """Sources and destinations that bring all used cells of a group to its front: cells behind the first num_used go into the holes."""
+        used = self.groups[group].position >= 0
+        count = self.groups[group].num_used
+        return count + np.flatnonzero(used[count:]), np.flatnonzero(~used[:count])
+
+    def move(self, group: int, sources: Slots, destinations: Slots) -> None:
+        """Move used cells to empty ones, in the rows of all owners too. The caller moves keys and values. The head goes to 0."""
+        g = self.groups[group]
+        for table in (g.position, g.shift, g.owners, g.used):
+            table[destinations] = table[sources]
+        g.position[sources], g.shift[sources], g.owners[sources], g.used[sources] = -1, 0, 0, 0
+        if g.axes is not None:
+            g.axes[:, destinations] = g.axes[:, sources]
+        target = np.arange(-1, g.num_cells, dtype=np.int32)  # one place ahead, so that -1 stays -1
+        target[sources + 1] = destinations
+        for s in self.present():
+            g.column[s, : self.row_lengths[s]] = target[self.column(group, s) + 1]
+        g.head = 0
+        self.epoch += 1
+
+    def restore(self, seq: int, positions: Int32, tokens: Int32, columns: Sequence[Int32], axes: Int32 | None = None) -> None:
+        """Make a row of entries whose cells (one column per group, -1 lost) are empty, or hold the same position for another sequence.
+
+        Args:
+            positions: ascending, [n]
+            axes:      y and x of the positions, [2, n]; None: both equal the position
+        """
+        if axes is not None:
+            self._use_axes()
+        for group, column in zip(self.groups, columns, strict=True):
+            held = column >= 0
+            cells = column[held]
+            fresh = np.count_nonzero(group.position[cells] < 0)
+            group.position[cells] = positions[held]
+            group.used[cells] = 1
+            group.counts[loops.USED] += fresh
+            if group.axes is not None:
+                group.axes[:, cells] = positions[held] if axes is None else axes[:, held]
+            if cells.size:
+                group.head = int(cells[-1]) + 1
+        entries = [positions, tokens, *columns]
+        if self.row_axes is not None:
+            entries += [positions, positions] if axes is None else [axes[0], axes[1]]
+        self._insert(seq, entries)
 
     # --- placing rows (spec 4.7) ------------------------------------------------------------------------------------------------
 
@@ -249,37 +457,58 @@ class Cells:
             at = loops.bad_slot(chosen, *group.rule, group.position, group.owners, following) if len(chosen) == len(ubatch) else 0
             if at >= 0:
                 raise OneKVError(f"group {g}: slot {chosen.tolist()} does not fit {len(ubatch)} rows: entry {at} cannot be used")
-        longest = np.bincount(ubatch.ids, minlength=self.max_seqs)
-        self._reserve(int((self.row_lengths + longest).max()))
+        self._reserve(int((self.row_lengths + np.bincount(ubatch.ids, minlength=self.max_seqs)).max()))
+        if ubatch.positions.ndim == 2:
+            self._use_axes()
         done = Committed(slots, [group.head for group in self.groups], self.row_lengths.copy())
         rows = (ubatch.queries, ubatch.ids, ubatch.offsets)
         self.epoch += 1
         try:
             for group, chosen in zip(self.groups, slots, strict=True):
-                loops.commit_group(
-                    chosen,
-                    *rows,
-                    group.position,
-                    group.shift,
-                    group.owners,
-                    group.used,
-                    group.counts,
-                    self.row_positions,
-                    self.row_lengths,
-                    group.column,
-                    group.lost,
-                    done.progress,
-                )
+                held = (self.row_positions, self.row_lengths, group.column, group.lost)
+                loops.commit_group(chosen, *rows, *group.state, *held, done.progress)
+            if self.row_axes is not None:
+                self._commit_axes(ubatch, slots, done)
             tokens = ubatch.tokens if ubatch.tokens is not None else np.empty(0, np.int64)
             loops.append_rows(ubatch.queries, tokens, *rows[1:], self.row_positions, self.row_tokens, self.row_lengths)
+            for seq, start, _ in done.tails:
+                self._sort(seq, start)
         except BaseException:
             self.undo(done)
             raise
         return done
 
+    def _commit_axes(self, ubatch: Ubatch, slots: Sequence[Slots], done: Committed) -> None:
+        """Write y and x of the new cells and entries. Entries of one t are ordered by (y, x), so old ones may have to make room: what the
+        rows hold from there on is kept for `undo`."""
+        axes = ubatch.positions[1:3] if ubatch.positions.ndim == 2 else np.stack([ubatch.queries] * 2)
+        for group, chosen in zip(self.groups, slots, strict=True):
+            if group.axes is not None:
+                group.axes[:, chosen] = axes
+        members = np.repeat(np.arange(len(ubatch)), np.diff(ubatch.offsets))
+        for seq in np.unique(ubatch.ids).tolist():
+            rows = members[ubatch.ids == seq]
+            length = self.length(seq)
+            if self.row_axes is not None:
+                self.row_axes[:, seq, length : length + rows.size] = axes[:, rows]
+            start = int(np.searchsorted(self.positions(seq), ubatch.queries[rows].min()))
+            done.tails.append((seq, start, [table[seq, start:length].copy() for table in self._tables()]))
+
+    def _sort(self, seq: int, start: int) -> None:
+        """Bring the entries of a row from `start` on into the order of their positions (t, y, x); equal ones keep theirs."""
+        stop = self.length(seq)
+        keys = self.axes(seq)[:, start:] if self.row_axes is not None else self.positions(seq)[None, start:]
+        order = start + np.lexsort(keys[::-1])
+        if not np.array_equal(order, np.arange(start, stop)):
+            for table in self._tables():
+                table[seq, start:stop] = table[seq, order]
+
     def undo(self, done: Committed) -> None:
         """Take back the latest `commit`: its rows leave all their sequences. Cells it took from a window's past stay lost."""
         self.row_lengths[:] = done.lengths
+        for seq, start, held in done.tails:
+            for table, column in zip(self._tables(), held, strict=True):
+                table[seq, start : start + column.size] = column
         while done.progress[0]:
             g = int(done.progress[0]) - 1
             group = self.groups[g]
@@ -292,9 +521,11 @@ class Cells:
         twin.max_seqs, twin.epoch = self.max_seqs, self.epoch
         twin.row_lengths = self.row_lengths.copy()
         twin.row_positions, twin.row_tokens = self._copy_rows(self.row_positions), self._copy_rows(self.row_tokens)
+        twin.row_axes = None if self.row_axes is None else np.stack([self._copy_rows(axis) for axis in self.row_axes])
         twin.groups = tuple(Group.__new__(Group) for _ in self.groups)
         for theirs, mine in zip(twin.groups, self.groups, strict=True):
-            theirs.window, theirs.num_cells = mine.window, mine.num_cells
+            theirs.window, theirs.num_cells, theirs.has_shift = mine.window, mine.num_cells, mine.has_shift
+            theirs.axes = None if mine.axes is None else mine.axes.copy()
             for name in ("position", "shift", "owners", "used", "counts", "lost"):
                 setattr(theirs, name, getattr(mine, name).copy())
             theirs.column = self._copy_rows(mine.column)
@@ -308,28 +539,49 @@ class Cells:
         yield self.row_tokens
         for group in self.groups:
             yield group.column
+        if self.row_axes is not None:
+            yield from self.row_axes
 
-    def _span(self, seq: int, p0: int, p1: int) -> tuple[int, int]:
+    def _identity(self) -> list[bool]:
+        """Which tables tell whether two entries are the same one. A window may have lost it for one owner and not for another, so the
+        cells of windowed groups count only where there is no full group."""
+        full = [group.window.is_full for group in self.groups]
+        columns = full if any(full) else [True] * len(full)
+        return [True, True, *columns, *([] if self.row_axes is None else [True, True])]
+
+    def _use_axes(self) -> None:
+        """Keep y and x of every position from now on; those there are have none of their own, so both equal t."""
+        if self.row_axes is None:
+            self.row_axes = np.stack([self.row_positions, self.row_positions])
+            for group in self.groups:
+                group.axes = np.stack([group.position, group.position])
+
+    def span(self, seq: int, p0: int, p1: int) -> tuple[int, int]:
         """Entries of a row with a position in [p0, p1); negative bounds are open."""
         positions = self.positions(seq)
         start = 0 if p0 < 0 else int(np.searchsorted(positions, p0))
         stop = positions.size if p1 < 0 else int(np.searchsorted(positions, p1))
         return start, max(start, stop)
 
-    def _cut(self, seq: int, start: int, stop: int) -> None:
+    def cut(self, seq: int, start: int, stop: int) -> None:
         """Remove entries [start, stop) from a row."""
         if start >= stop:
             return
         for group in self.groups:
-            freed, first = loops.release(group.column[seq, start:stop], seq, group.position, group.shift, group.owners, group.used)
-            group.counts[loops.USED] -= freed
-            if 0 <= first < group.head:
-                group.head = first
+            cells = group.column[seq, start:stop]
+            loops.disown(cells, seq, group.owners)
+            self._note_freed(group, loops.sweep(cells, *group.state))
         length = self.length(seq)
         for table in self._tables():
             table[seq, start : length - (stop - start)] = table[seq, stop:length]
         self.row_lengths[seq] -= stop - start
         self._rows_changed(seq)
+
+    @staticmethod
+    def _note_freed(group: Group, first: int) -> None:
+        """The head moves back to a freed cell before it."""
+        if 0 <= first < group.head:
+            group.head = int(first)
 
     def _insert(self, seq: int, entries: list[Int32]) -> None:
         """Merge entries (one array per table, ascending positions) into a row; after equal positions. The cells gain the owner."""
@@ -337,15 +589,13 @@ class Cells:
         if not count:
             return
         self._reserve(length + count)
-        for group, cells in zip(self.groups, entries[2:], strict=True):
+        for group, cells in zip(self.groups, entries[2:], strict=False):
             loops.claim(cells, seq, group.owners)
         for table, column in zip(self._tables(), entries, strict=True):
             table[seq, length : length + count] = column
         self.row_lengths[seq] += count
-        if length and entries[0][0] < self.row_positions[seq, length - 1]:
-            order = np.argsort(self.positions(seq), kind="stable")
-            for table in self._tables():
-                table[seq, : length + count] = table[seq, order]
+        if length and entries[0][0] <= self.row_positions[seq, length - 1]:
+            self._sort(seq, 0)
         self._rows_changed(seq)
 
     def _rows_changed(self, seq: int) -> None:
@@ -363,6 +613,8 @@ class Cells:
             capacity *= 2
         self.row_positions = self._copy_rows(self.row_positions, capacity)
         self.row_tokens = self._copy_rows(self.row_tokens, capacity)
+        if self.row_axes is not None:
+            self.row_axes = np.stack([self._copy_rows(axis, capacity) for axis in self.row_axes])
         for group in self.groups:
             group.column = self._copy_rows(group.column, capacity)
 
@@ -399,7 +651,7 @@ class Cells:
         """
         faults = [fault for g in range(len(self.groups)) for fault in self._group_faults(g)]
         for s in self.present():
-            if self.positions(s)[0] < 0 or (np.diff(self.positions(s)) < 0).any():
+            if self.positions(s)[0] < 0 or not np.array_equal(np.lexsort(self.axes(s)[::-1]), np.arange(self.length(s))):
                 faults.append(f"sequence {s}: positions are negative or not ascending")
             if (self.tokens(s) < -1).any():
                 faults.append(f"sequence {s}: a token id below -1")
@@ -418,6 +670,8 @@ class Cells:
                 return
             if not np.array_equal(group.position[cells], self.positions(s)[held]):
                 yield f"group {g}, sequence {s}: positions of row and cells differ"
+            if group.axes is not None and not np.array_equal(group.axes[:, cells], self.axes(s)[1:, held]):
+                yield f"group {g}, sequence {s}: y or x of row and cells differ"
             if group.window.is_full and not held.all():
                 yield f"group {g}, sequence {s}: an entry without a cell, though nothing expires"
             lost = np.zeros(2, np.int32)
@@ -433,12 +687,24 @@ class Cells:
             yield f"group {g}: the map of used cells is wrong"
         if group.num_used != int(used.sum()):
             yield f"group {g}: counts {group.num_used} used cells, there are {int(used.sum())}"
+        if not group.has_shift and group.shift.any():
+            yield f"group {g}: a pending shift that nobody announced"
         if (group.shift[empty] != 0).any() or (group.owners[empty] != 0).any():
             yield f"group {g}: an empty cell with an owner or a shift"
         if (group.owners[~empty] == 0).all(axis=1).any():
             yield f"group {g}: a used cell without an owner"
         if not 0 <= group.head <= group.num_cells:
             yield f"group {g}: head {group.head} is outside the buffer"
+
+
+def is_empty_span(p0: int, p1: int) -> bool:
+    """True iff two bounds, open when negative, name the same position."""
+    return p1 >= 0 and max(p0, 0) == p1
+
+
+def _bits(words: NDArray[np.uint64]) -> list[int]:
+    """Indices of the set bits, ascending."""
+    return [int(s) for s in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
 
 
 def _as_records(columns: list[Int32]) -> NDArray[np.void]:

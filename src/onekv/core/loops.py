@@ -70,6 +70,26 @@ def visible_ranges(kind, size, causal, row_positions, row_lengths, seqs, queries
 
 
 @njit(cache=True)
+def visible_ranges_axes(kind, size, causal, row_positions, row_axes, row_lengths, seqs, queries, first, last):
+    """The same where positions have three components (t, y, x), queries [3, T]: among entries of the query's own t, a causal query
+    sees those up to its (y, x) in row-major order. Spec 4.10."""
+    visible_ranges(kind, size, causal, row_positions, row_lengths, seqs, queries[0], first, last)
+    if not causal:
+        return
+    for i in range(seqs.size):
+        s = seqs[i]
+        low, high = max(lower_bound(row_positions[s], row_lengths[s], queries[0, i]), first[i]), last[i]
+        while low < high:
+            middle = (low + high) // 2
+            y, x = row_axes[0, s, middle], row_axes[1, s, middle]
+            if y < queries[1, i] or (y == queries[1, i] and x <= queries[2, i]):
+                low = middle + 1
+            else:
+                high = middle
+        last[i] = low
+
+
+@njit(cache=True)
 def has_lost(column, first, last, lost):
     """True iff an entry of column[first:last] holds -1."""
     for j in range(max(first, 0), min(last, lost[1])):
@@ -187,15 +207,22 @@ def count_expired(kind, size, position, owners, next_query):
 
 
 @njit(cache=True)
-def release(cells, seq, position, shift, owners, used):
-    """Take `seq` from the given cells (-1 entries are skipped). Returns how many became empty and the smallest of those, or -1."""
+def disown(cells, seq, owners):
+    """Take `seq` from the owners of the given cells (-1 entries are skipped). Cells left without an owner wait for `sweep`."""
     word, bit = seq >> 6, np.uint64(1) << np.uint64(seq & 63)
-    freed, first = 0, np.int64(-1)
+    for j in range(cells.size):
+        if cells[j] >= 0:
+            owners[cells[j], word] &= ~bit
+
+
+@njit(cache=True)
+def sweep(cells, position, shift, owners, used, counts):
+    """Empty those of the given cells (-1 entries are skipped) that nobody owns. Returns the smallest of them, -1 if there is none."""
+    first = np.int64(-1)
     for j in range(cells.size):
         cell = cells[j]
-        if cell < 0 or owners[cell, word] & bit == 0:
+        if cell < 0 or position[cell] < 0:
             continue
-        owners[cell, word] &= ~bit
         for w in range(owners.shape[1]):
             if owners[cell, w]:
                 break
@@ -203,10 +230,10 @@ def release(cells, seq, position, shift, owners, used):
             position[cell] = -1
             shift[cell] = 0
             used[cell] = 0
-            freed += 1
+            counts[USED] -= 1
             if first < 0 or cell < first:
                 first = cell
-    return freed, first
+    return first
 
 
 @njit(cache=True)
@@ -233,12 +260,11 @@ def bad_slot(slots, kind, size, position, owners, next_query):
 
 
 @njit(cache=True)
-def reclaim(slots, position, shift, owners, used, row_positions, row_lengths, column, lost):
+def reclaim(slots, position, shift, owners, used, counts, row_positions, row_lengths, column, lost):
     """Empty the used cells among slots, and cut each former owner's column at and below the largest position it lost.
 
-    Returns how many cells became empty, those of slots included. Spec 4.7, steps 2 and 3.
+    Spec 4.7, steps 2 and 3.
     """
-    freed = 0
     highest = np.full(row_lengths.size, -1, np.int64)
     any_lost = False
     for i in range(slots.size):
@@ -255,24 +281,22 @@ def reclaim(slots, position, shift, owners, used, row_positions, row_lengths, co
                 bits >>= np.uint64(1)
                 s += 1
             owners[cell, w] = 0
-        position[cell] = -1
-        shift[cell] = 0
-        used[cell] = 0
-        freed += 1
     if not any_lost:
-        return freed
+        return
+    sweep(slots, position, shift, owners, used, counts)
     for s in range(row_lengths.size):
         if highest[s] < 0:
             continue
         end = lower_bound(row_positions[s], row_lengths[s], highest[s] + 1)
         start = lost[s, 0]
         if end > start:
-            emptied, _ = release(column[s, start:end], s, position, shift, owners, used)
-            freed += emptied
+            disown(column[s, start:end], s, owners)
+            sweep(column[s, start:end], position, shift, owners, used, counts)
             column[s, start:end] = -1
+            while end < row_lengths[s] and column[s, end] < 0:
+                end += 1
             lost[s, 0] = end
             lost[s, 1] = max(lost[s, 1], end)
-    return freed
 
 
 @njit(cache=True)
@@ -282,7 +306,7 @@ def commit_group(slots, queries, ids, offsets, position, shift, owners, used, co
     The entries become part of the rows when `append_rows` raises the lengths. One compiled call, so that an interrupt finds it done
     or not begun; `progress` says which.
     """
-    freed = reclaim(slots, position, shift, owners, used, row_positions, row_lengths, column, lost)
+    reclaim(slots, position, shift, owners, used, counts, row_positions, row_lengths, column, lost)
     added = np.zeros(row_lengths.size, np.int32)
     for i in range(slots.size):
         cell = slots[i]
@@ -294,7 +318,7 @@ def commit_group(slots, queries, ids, offsets, position, shift, owners, used, co
             column[s, row_lengths[s] + added[s]] = cell
             added[s] += 1
     counts[HEAD] = slots[-1] + 1
-    counts[USED] += slots.size - freed
+    counts[USED] += slots.size
     progress[0] += 1
 
 
@@ -337,9 +361,11 @@ def next_queries(row_positions, row_lengths, queries, ids, offsets, following):
 
 
 @njit(cache=True)
-def fill_positions(ids, offsets, row_positions, row_lengths, positions):
-    """Each row continues its first sequence; every sequence of the row then goes on after it. Spec 3.4."""
-    following = np.full(row_lengths.size, -1, np.int64)
+def fill_positions(ids, offsets, row_positions, row_lengths, following, positions):
+    """Each row continues its first sequence; every sequence of the row then goes on after it. Spec 3.4.
+
+    following: [S] next position of every sequence, -1 where it is one above the last entry.
+    """
     for i in range(offsets.size - 1):
         s = ids[offsets[i]]
         if following[s] < 0:

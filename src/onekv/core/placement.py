@@ -73,7 +73,8 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
         for g, group in enumerate(trial.groups):
             found = find_slots(group, len(ubatch), following, placement)
             if found is None:
-                raise _full(cells, g, ubatches, placement)
+                needed = sum(len(piece) for piece in ubatches)
+                raise not_enough(cells, g, needed, cells.next_queries(ubatches[0]), "rows", placement)
             slots.append(found)
         chosen.append(slots)
         if trial is not cells:
@@ -81,13 +82,12 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
     return chosen
 
 
-def _full(cells: Cells, g: int, ubatches: Sequence[Ubatch], placement: Placement) -> CacheFull:
+def not_enough(cells: Cells, g: int, needed: int, following: NDArray[np.int64], what: str, placement: Placement = "scattered") -> CacheFull:
+    """The error that says how many cells a group lacks."""
     group = cells.groups[g]
-    needed = sum(len(ubatch) for ubatch in ubatches)
     free = group.num_cells - group.num_used
-    following = cells.next_queries(ubatches[0])
     expired = loops.count_expired(*group.rule, group.position, group.owners, following)
-    message = f"{needed} rows do not fit: {free} of {group.num_cells} cells are free"
+    message = f"{needed} {what} do not fit: {free} of {group.num_cells} cells are free"
     if expired:
         message += f" and {expired} reusable"
     if len(cells.groups) > 1 or not group.window.is_full:

@@ -10,19 +10,19 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from onekv.cache import KVCache, Step
 from onekv.core.batch import Batch
+from onekv.core.loops import FARTHEST
 from onekv.core.window import Window
 from onekv.errors import BatchError, ConfigError, UnsupportedModel
 from onekv.models import gguf
@@ -32,12 +32,18 @@ from onekv.models.pull import NAMED_MODELS
 from onekv.models.text import Text
 from onekv.storage import LayerSpec, owning_layers
 
-Weights = Literal["auto", "float32"]
-
 _NO_SHIFT: Final = "the rotary layout of models is not read yet"
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Config fields that say where a model came from or how it is run, not what it computes.
-_NOT_IDENTITY: Final = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "quantization_config")
+_NOT_IDENTITY: Final = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "quantization_config",
+)
 _SAMPLES: Final = 16
 
 
@@ -60,9 +66,9 @@ class Model:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ConfigError(f"Model takes a transformers model, got {type(model).__name__}")
-        if model.get_output_embeddings() is None:
+        if cast(Any, model).get_output_embeddings() is None:
             raise ConfigError(f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM")
-        self._hooked = Hooked(model.eval())
+        self._hooked = Hooked(cast(Any, model).eval())
         self._tokenizer = tokenizer
         self._matching: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
@@ -84,13 +90,14 @@ class Model:
     @property
     def vocab_size(self) -> int:
         """Rows of the input embedding: token ids are below it."""
-        return int(self._hooked.model.get_input_embeddings().weight.shape[0])
+        embedding: Any = self._hooked.model.get_input_embeddings()
+        return int(embedding.weight.shape[0])
 
     @property
-    def max_positions(self) -> int | None:
-        """The model's context: positions are below it. None: the config names no limit."""
+    def max_positions(self) -> int:
+        """The model's context: positions are below it. Where the config names no limit, the most a cache can hold."""
         limit = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return int(limit) if isinstance(limit, int) and limit > 0 else None
+        return limit if isinstance(limit, int) and limit > 0 else FARTHEST + 1
 
     @cached_property
     def text(self) -> Text:
@@ -210,7 +217,7 @@ class Model:
         """[T] int64 on the model's device."""
         if positions.ndim != 1:
             raise BatchError(f"{self._hooked.name} takes one position a row, got {positions.shape[0]} components")
-        if self.max_positions is not None and int(positions.max()) >= self.max_positions:
+        if int(positions.max()) >= self.max_positions:
             row = int(positions.argmax())
             raise BatchError(
                 f"row {row} has position {positions[row]}, beyond the model's context of {self.max_positions} positions",
@@ -228,7 +235,8 @@ class Model:
                 raise ConfigError(f"the cache has {len(theirs)} layers, the model {len(mine)}; build it with cache_for(model, ...)")
             layer = next(i for i in range(len(mine)) if mine[i] != theirs[i])
             raise ConfigError(
-                f"layer {layer} of the cache is {cache.layers[layer]}, of the model {self.layers[layer]}; build it with cache_for(model, ...)"
+                f"layer {layer} of the cache is {cache.layers[layer]}, of the model {self.layers[layer]}; "
+                "build it with cache_for(model, ...)"
             )
         self._matching.add(cache)
 
@@ -295,7 +303,7 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
 
 
 def load_model(
-    name_or_path: str | Path, *, weights: Weights = "auto", deterministic: bool = False, device: str | torch.device = "cpu"
+    name_or_path: str | Path, *, weights: str = "auto", deterministic: bool = False, device: str | torch.device = "cpu"
 ) -> Model:
     """Load a model and its tokenizer.
 
@@ -315,14 +323,14 @@ def load_model(
         raise ConfigError("deterministic=True is not available yet")
     source, is_local = _locate(str(name_or_path))
     try:
-        with _quiet(is_local):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local).to(device)
+        with gguf.quiet() if is_local else contextlib.nullcontext():
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local)
             tokenizer = None
             if not is_local or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
                 tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load {name_or_path}: {str(error).strip().splitlines()[0]}") from error
-    return Model(model, tokenizer)
+    return Model(model.to(device), tokenizer)
 
 
 def _locate(name: str) -> tuple[str, bool]:
@@ -342,16 +350,3 @@ def _locate(name: str) -> tuple[str, bool]:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"there is no {path}")
     return name, False
-
-
-@contextlib.contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
-    """Without transformers' own progress bars; a local load is over before one could be read."""
-    if not (quiet and transformers_logging.is_progress_bar_enabled()):
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()

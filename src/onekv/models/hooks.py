@@ -104,7 +104,7 @@ class Pass:
         if origin is None:
             raise UnsupportedModel(
                 f"{self.model}, layer {layer}: attention was handed keys or values that no layer stored "
-                f"(k {tuple(k.shape)}, v {tuple(v.shape)}); layers that rebuild them after storing, such as latent attention, cannot be served"
+                f"(k {tuple(k.shape)}, v {tuple(v.shape)}); a layer that rebuilds them after storing (latent attention) cannot be served"
             )
         window = self.masks.window_of(mask, self.model, layer)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -178,7 +178,7 @@ def recognise(rule: MaskRule, device: torch.device | str = "cpu") -> Window | No
     def sees(queries: Any, keys: Any) -> Any:
         q, k = torch.as_tensor(queries, device=device), torch.as_tensor(keys, device=device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        return torch.broadcast_to(rule(zero, zero, q, k), torch.broadcast_shapes(q.shape, k.shape)).cpu().numpy()
+        return np.broadcast_to(rule(zero, zero, q, k).cpu().numpy(), np.broadcast_shapes(tuple(q.shape), tuple(k.shape)))
 
     try:
         if not sees(_FAR, _FAR):

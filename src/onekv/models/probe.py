@@ -53,7 +53,7 @@ class _Watcher:
         return q.new_zeros(*q.shape[:2], self.stored[origin][2])
 
 
-def read_layers(hooked: Hooked, vocab_size: int, max_positions: int | None) -> tuple[LayerSpec, ...]:
+def read_layers(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[LayerSpec, ...]:
     """One spec per layer of the model.
 
     Raises:
@@ -61,7 +61,7 @@ def read_layers(hooked: Hooked, vocab_size: int, max_positions: int | None) -> t
     Cost: two forwards of two rows.
     """
     _check_rope(hooked)
-    farthest = 4096 if max_positions is None else max_positions - 1
+    farthest = max_positions - 1
     near, far = sorted((min(3, farthest), min(5, farthest)))
     # The second row is the same both times. Only attention, which answers zeros here, may carry anything over from the first.
     one = _watch(hooked, [0, 1 % vocab_size], [far, near])

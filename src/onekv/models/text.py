@@ -47,8 +47,7 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt, with the special tokens the tokenizer adds to raw text by itself, and no chat template."""
-        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        return ids
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, by the model's own template.
@@ -62,12 +61,12 @@ class Text:
         if not self.has_chat_template:
             raise ConfigError("this model has no chat template; use a raw prompt")
         try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
+            ids: Any = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template refuses these messages: {error}") from error
-        return ids
+        return list(ids)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of token ids. Bytes that are no UTF-8 become U+FFFD.
@@ -159,7 +158,7 @@ class _Pieces:
     def stream(self, special: bool) -> TextStream:
         if self._spell is None:
             return _WholeTextStream(
-                lambda ids: self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+                lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
             )
         return TextStream(self._shown if special else self._plain)
 
@@ -170,7 +169,7 @@ class _Pieces:
         """None where a token has no part in the text at all."""
         if not is_first and token_id in self._cache:
             return self._cache[token_id]
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         raw = None if token is None or self._spell is None else self._spell(token, is_first)
         if not is_first:
             self._cache[token_id] = raw
