@@ -9,10 +9,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tiny import Row
-
 from onekv.core.cells import Cells
 from onekv.core.window import CHUNKED, SLIDING, SYMMETRIC, Window
+from tiny import Row
 
 
 class Entry(NamedTuple):
@@ -126,7 +125,9 @@ class Oracle:
 
     # --- checks (spec 3.3) ------------------------------------------------------------------------------------------------------------
 
-    def refusal(self, rows: Sequence[Row], max_seqs: int, *, vocab_size: int = 2**31, tokens: bool = True, multi: bool = False) -> str | None:
+    def refusal(
+        self, rows: Sequence[Row], max_seqs: int, *, vocab_size: int = 2**31, tokens: bool = True, multi: bool = False
+    ) -> str | None:
         """Why a batch is refused: the number of the rule in spec 3.3, or None. `multi`: M-RoPE."""
         if any(not 0 <= row.token < vocab_size for row in rows) and tokens:
             return "V2"

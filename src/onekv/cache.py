@@ -163,6 +163,7 @@ class KVCache:
     def clear(self, data: bool = True) -> None:
         """Empty all cells of all sequences; data=True also zeroes the keys and values."""
         self.cells.clear()
+        self._turned.clear()
         if data:
             self.store.zero()
 
@@ -349,7 +350,7 @@ class KVCache:
                     self._rotate(i, index, change)
                     self._turned.add(i)
             self.cells.reset_shift(g)
-            self._turned.difference_update(layers)
+            self._turned.difference_update(self._physical(g))
             rotated |= bool(layers)
         return rotated
 
@@ -550,9 +551,11 @@ class KVCache:
         self.update()
         windowed = any(not group.window.is_full for group in self.cells.groups)
         ways: tuple[Literal["simple", "equal", "sequence"], ...]
-        ways = (split,) if split != "auto" else ("simple", "equal") if windowed else ("simple",)
+        ways = (split,) if split != "auto" else ("simple", "equal") if windowed and causal else ("simple",)
         for way in ways:
             ubatches = cut(batch, positions, way, max_ubatch, self.config.max_seqs)
+            if not causal and len(ubatches) > 1:
+                raise BatchError(f"causal=False needs the whole batch in one ubatch; split={way!r} makes {len(ubatches)} of it")
             try:
                 slots = plan_slots(self.cells, ubatches, self.config.placement)
             except CacheFull:
@@ -600,6 +603,16 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of all keys and values, used or not."""
         return self.store.nbytes
+
+    def max_step_nbytes(self, max_ubatch: int) -> int:
+        """Most bytes the attention of one layer may allocate in a step of `max_ubatch` rows: one sequence fills a group, and every row
+        sees all of it. Nothing is reserved ahead; this is the number to leave free."""
+        worst = 0
+        for i in self.store.physical:
+            spec, cells = self.layers[i], self.cells.groups[self._layer_group[i]].num_cells
+            gathered = 4 * cells * spec.num_kv_heads * (spec.head_dim + spec.v_dim)
+            worst = max(worst, gathered + max_ubatch * cells)
+        return worst
 
     @_exclusive
     def keys(self, layer: int, seq: SeqLike) -> Tensor:
@@ -836,8 +849,11 @@ class ContextShift:
         count = (length - keep) // 2 if self.n_discard is None else self.n_discard
         count = min(max(count, 1), length - keep)
         positions = seq.positions
-        seq.remove(int(positions[keep]), int(positions[keep + count]) if keep + count < length else -1)
-        return count
+        first = int(positions[keep])
+        # Tokens at one position, as a division leaves them, go together.
+        stop = max(int(positions[keep + count]), first + 1) if keep + count < length else -1
+        seq.remove(first, stop)
+        return length - len(seq)
 
 
 class Plan:
@@ -919,8 +935,9 @@ class Step:
         first, last = np.empty(len(ubatch), np.int64), np.empty(len(ubatch), np.int64)
         seqs = ubatch.first_ids
         rows = (cells.row_positions, cells.row_lengths)
-        if cells.row_axes is not None and ubatch.positions.ndim == 2:
-            axes = (cells.row_positions, cells.row_axes, cells.row_lengths, seqs, ubatch.positions[:3])
+        if cells.row_axes is not None:
+            queries = ubatch.positions[:3] if ubatch.positions.ndim == 2 else np.stack([ubatch.positions] * 3)
+            axes = (cells.row_positions, cells.row_axes, cells.row_lengths, seqs, queries)
             loops.visible_ranges_axes(*group.rule, self.plan.causal, *axes, first, last)
         else:
             loops.visible_ranges(*group.rule, self.plan.causal, *rows, seqs, ubatch.queries, first, last)
@@ -1008,7 +1025,8 @@ class Step:
             raise ConfigError(f"layer {layer}: q has shape {tuple(q.shape)}, expected [T, H, D] = {expected}")
         if not q.is_floating_point():
             raise ConfigError(f"layer {layer}: q must be a float tensor, got {q.dtype}")
-        for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        learned = None if bias is None else bias.table[0]
+        for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("a row of bias.table", learned)):
             if per_head is not None and tuple(per_head.shape) != (q.shape[1],):
                 raise ConfigError(f"layer {layer}: {name} has shape {tuple(per_head.shape)}, expected [H] = [{q.shape[1]}]")
         if k is not None and v is not None:

@@ -9,17 +9,22 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence as Listing
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
+from onekv import files
 from onekv.cache import KVCache, Sequence
 from onekv.engine.decode import Running, decode
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
 from onekv.models.pull import pull as fetch
+from onekv.storage import layer_groups
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__.splitlines()[0] if __doc__ else None
@@ -103,6 +108,33 @@ def _encoded(model: Model, text: str, index: int) -> list[int]:
             limit=model.max_positions,
         )
     return ids
+
+
+@app.command()
+def inspect(file: Annotated[Path, typer.Argument(help="A file written by save.")]) -> None:
+    """Check a saved sequence or cache, and print what is inside."""
+    with Progress(transient=True) as bars:
+        task = bars.add_task(f"checking {file.name}", total=None)
+        state = files.load(file, lambda done, total: bars.update(task, completed=done, total=total))
+    table = Table(
+        title=f"{file.name}: {'a whole cache' if state.whole else 'one sequence'}, {file.stat().st_size / 1e6:.1f} MB", title_justify="left"
+    )
+    for column in ("sequence", "tokens", "positions", "token ids", "cells a group"):
+        table.add_column(column)
+    for row in state.rows:
+        n = row.positions.size
+        cells = ", ".join(f"{int((column >= 0).sum())}" for column in row.columns)
+        span = f"{row.positions[0]} to {row.positions[-1]}" if n else "none"
+        table.add_row(str(row.seq), str(n), span, f"{int((row.tokens >= 0).sum())} known", cells)
+    _out.print(table)
+    windows, group_of = layer_groups(state.layers)
+    for g, window in enumerate(windows):
+        owners = [i for i in state.keys if group_of[i] == g]
+        k, v = state.keys[owners[0]], state.values[owners[0]]
+        heads = f"{k.shape[1]} heads of {k.shape[2]}" + ("" if k.shape[2] == v.shape[2] else f" and {v.shape[2]}")
+        dtypes = f"{k.dtype} keys, {v.dtype} values".replace("torch.", "")
+        _out.print(f"group {g} {window!r}: {state.num_cells(g)} cells, {len(owners)} layers, {heads}, {dtypes}", markup=False)
+    _out.print(f"model {state.fingerprint or 'unnamed'}; digest correct", markup=False)
 
 
 # --- chat -----------------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from onekv.core.window import Window
 from onekv.errors import OneKVError, StateError
-from onekv.storage import LayerSpec, Rope, layer_groups
+from onekv.storage import DTYPES, LayerSpec, Rope, layer_groups
 
 Int32 = NDArray[np.int32]
 Target = str | os.PathLike[str] | BinaryIO
@@ -99,7 +99,10 @@ def save(target: Target, state: State, progress: Progress | None = None) -> None
         data = bytearray(safetensors.torch.save(tensors, metadata))
         at = _digest_offset(bytes(data[: 8 + _header_length(data[:8], len(data))]))
         data[at : at + 64] = hashlib.sha256(data).hexdigest().encode()
-        target.write(data)
+        try:
+            target.write(data)
+        except OSError as error:
+            raise StateError(f"cannot write the state: {error}") from error
         return
     path = Path(target)
     try:
@@ -201,7 +204,7 @@ def _parse(file: BinaryIO, read: Callable[[], dict[str, Tensor]], progress: Prog
         raise StateError(f"the file has format version {version!r}; this onekv reads version {VERSION}")
     try:
         return _state(described, read())
-    except (KeyError, TypeError, ValueError, AttributeError, OneKVError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OneKVError) as error:
         raise error if isinstance(error, StateError) else StateError(f"the file contradicts itself: {error}") from error
 
 
@@ -271,15 +274,17 @@ def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         g = group_of[i]
         count = counts[g] = k.shape[0] if counts[g] is None else counts[g]
         expected = ([count, layer.num_kv_heads, layer.head_dim], [count, layer.num_kv_heads, layer.v_dim])
-        if (list(k.shape), list(v.shape)) != expected or not (k.is_floating_point() and v.is_floating_point()):
+        if (list(k.shape), list(v.shape)) != expected:
             raise StateError(f"layer {i} holds {list(k.shape)} and {list(v.shape)}, its description says {expected}")
+        if k.dtype not in DTYPES.values() or v.dtype not in DTYPES.values():
+            raise StateError(f"layer {i} holds {k.dtype} and {v.dtype}, expected {', '.join(DTYPES)}")
         state.keys[i], state.values[i] = k, v
     for seq in seqs:
         state.rows.append(_row(seq, tensors, [count or 0 for count in counts], windows))
     if tensors:
         raise StateError(f"the file holds tensors nobody asked for: {sorted(tensors)[:3]}")
     for g, count in enumerate(counts):
-        _check_cells(g, [row.columns[g] for row in state.rows], [row.positions for row in state.rows], count or 0)
+        _check_cells(g, state.rows, count or 0)
     return state
 
 
@@ -310,17 +315,19 @@ def _row(seq: int, tensors: dict[str, Tensor], counts: list[int], windows: list[
     return SavedRow(seq, positions, tokens, columns, axes)
 
 
-def _check_cells(group: int, columns: list[Int32], positions: list[Int32], count: int) -> None:
-    """Every cell belongs to someone, and to one position only."""
-    at = np.full(count, -1, np.int64)
-    for column, where in zip(columns, positions, strict=True):
-        held = column >= 0
-        known = at[column[held]]
-        if ((known >= 0) & (known != where[held])).any():
-            raise StateError(f"group {group}: a cell is at two positions")
-        at[column[held]] = where[held]
-    if (at < 0).any():
-        raise StateError(f"group {group}: {int((at < 0).sum())} cells belong to no sequence")
+def _check_cells(group: int, rows: list[SavedRow], count: int) -> None:
+    """Every cell belongs to someone, and holds one token at one position, whoever owns it."""
+    content = np.full((4, count), -1, np.int64)  # position, y, x, token
+    for row in rows:
+        y, x = (row.positions, row.positions) if row.axes is None else row.axes
+        held = row.columns[group] >= 0
+        cells = row.columns[group][held]
+        mine = np.stack([row.positions, y, x, row.tokens])[:, held]
+        if ((content[0, cells] >= 0) & (content[:, cells] != mine).any(axis=0)).any():
+            raise StateError(f"group {group}: a cell holds two tokens, or one at two positions")
+        content[:, cells] = mine
+    if (content[0] < 0).any():
+        raise StateError(f"group {group}: {int((content[0] < 0).sum())} cells belong to no sequence")
 
 
 def _layer(entry: dict[str, Any]) -> LayerSpec:

@@ -18,7 +18,7 @@ from onekv.errors import ConfigError
 
 VLayout = Literal["rows", "transposed"]
 
-_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[list[Window], list[int]]:
 def dtype_of(name: str, what: str) -> torch.dtype:
     """The torch dtype called `name`; `what` names the setting in the error."""
     try:
-        return _DTYPES[name]
+        return DTYPES[name]
     except (KeyError, TypeError):
-        raise ConfigError(f"{what} must be one of {', '.join(_DTYPES)}; got {name!r}") from None
+        raise ConfigError(f"{what} must be one of {', '.join(DTYPES)}; got {name!r}") from None
 
 
 class KVStore:
@@ -236,9 +236,9 @@ class KVStore:
     def write(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Overwrite keys, values or both of the given cells, [n, G, D] and [n, G, Dv]; converted to the store's dtype."""
         if k is not None:
-            self._k[layer].index_copy_(0, cells, k.to(self.device, self.k_dtype))
+            self._k[layer].index_copy_(0, cells, k.detach().to(self.device, self.k_dtype))
         if v is not None:
-            self._v[layer].index_copy_(0, cells, v.to(self.device, self.v_dtype))
+            self._v[layer].index_copy_(0, cells, v.detach().to(self.device, self.v_dtype))
 
     def copy(self, layers: Sequence[int], sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from cell to cell, bit for bit, in the given physical layers. Sources and destinations do not overlap."""

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from oracle import Clash, Oracle
-from tiny import Row, cells_text, feed, head_of, load_cells, rows_of, state_of, toy, toy_cells, ubatch_of
 
 from onekv import BatchError, KVCache, OneKVError, Window
 from onekv.core import loops
 from onekv.core.cells import Cells
+from oracle import Clash, Oracle
+from tiny import Row, cells_text, feed, head_of, load_cells, rows_of, state_of, toy, toy_cells, ubatch_of
 
 # --- scenarios (spec 9.2) -------------------------------------------------------------------------------------------------------------
 
@@ -176,6 +176,33 @@ def test_copies_keep_repeated_positions_apart() -> None:
     load_cells(cells, "3{0} 3{0} 3{0,1} 4{0} . . . .")
     cells.seq_cp(0, 1)
     assert sorted(cells.column(0, 1).tolist()) == [0, 1, 2, 3]
+    cells.check()
+
+
+def test_a_copy_skips_shared_cells_although_a_window_took_them_from_one_owner_only() -> None:
+    """The full group tells that they are the same entries."""
+    cells = toy_cells(8, Window.full(), Window.sliding(2))
+    load_cells(cells, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} . . .")
+    cells.commit(ubatch_of(rows_of("0:5")), [np.array([5]), np.array([2])])
+    assert [cells_text(cells, g) for g in (0, 1)] == ["0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0} . .", "0{1} 1{1} 5{0} 3{0} 4{0} . . ."]
+    before = state_of(cells)
+    cells.seq_cp(0, 1, 0, 2)
+    cells.seq_cp(1, 0)
+    assert state_of(cells) == before
+    cells.seq_rm(0, 2, -1)
+    assert cells.owns_same_cells(0, 1)
+    assert [cells.can_continue_at(s, 2) for s in (0, 1)] == [False, True]
+
+
+def test_the_smallest_position_is_one_that_still_has_a_cell_when_a_window_takes_what_lies_before_a_lost_span() -> None:
+    cells = toy_cells(10, Window.sliding(3))
+    load_cells(cells, "0{0} 1{0} 2{0} 3{0} 4{0} 5{0} 6{0} 7{0} 0{1} 1{1}")
+    cells.commit(ubatch_of(rows_of("0:8..10")), [np.array([0, 1, 4])])
+    assert cells.seq_pos_min(0) == 5
+    cells.seq_cp(0, 1, 2, -1)
+    assert cells.column(0, 1).tolist() == [8, 9, -1, -1, -1, 5, 6, 7, 0, 1, 4]
+    cells.commit(ubatch_of(rows_of("1:11")), [np.array([9])])
+    assert cells.seq_pos_min(1) == 5
     cells.check()
 
 

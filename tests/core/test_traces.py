@@ -22,7 +22,8 @@ from onekv.core.batch import Ubatch, split
 from onekv.core.cells import Cells
 from onekv.core.placement import plan_slots
 
-HISTORIES = [json.loads(line) for line in gzip.open(Path(__file__).parent.parent / "data" / "cache.jsonl.gz", "rt")]
+with gzip.open(Path(__file__).parent.parent / "data" / "cache.jsonl.gz", "rt") as lines:
+    HISTORIES = [json.loads(line) for line in lines]
 EMPTY: dict[str, Any] = {"cells": [], "head": 0, "has_shift": False}
 
 

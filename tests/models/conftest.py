@@ -130,7 +130,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
     """A random model of a family, the same every time, with weights large enough for attention to matter."""
     model_type, config = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**config, **changes})).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**config, **changes})).eval()
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if weight.ndim > 1:
@@ -194,28 +196,27 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def sentencepiece_tokenizer(decoder: Any) -> PreTrainedTokenizerFast:
+def sentencepiece_tokenizer(*stages: Any) -> PreTrainedTokenizerFast:
     """Pieces with ▁ for a space, and a token per byte for the rest."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "▁a", "a", "b", "é", "▁▁", "▁b", "<0xZZ>"]
     vocab = {token: i for i, token in enumerate(pieces)}
     merges = [("▁", "a"), ("▁", "▁"), ("▁", "b")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.decoder = decoder
+    tokenizer.decoder = stages[0] if len(stages) == 1 else decoders.Sequence(list(stages))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def llama_decoder() -> Any:
-    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+def _spaces_and_bytes() -> list[Any]:
+    return [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 
 
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "byte level": byte_level_tokenizer,
-    "sentencepiece": lambda: sentencepiece_tokenizer(llama_decoder()),
-    "sentencepiece without strip": lambda: sentencepiece_tokenizer(
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    ),
+    "sentencepiece": lambda: sentencepiece_tokenizer(*_spaces_and_bytes(), decoders.Strip(" ", 1, 0)),
+    "sentencepiece without strip": lambda: sentencepiece_tokenizer(*_spaces_and_bytes()),
     "metaspace": lambda: sentencepiece_tokenizer(decoders.Metaspace()),
     "metaspace never": lambda: sentencepiece_tokenizer(decoders.Metaspace(prepend_scheme="never")),
+    "metaspace and bytes, not read": lambda: sentencepiece_tokenizer(decoders.ByteFallback(), decoders.Metaspace()),
     "wordpiece, not read": lambda: sentencepiece_tokenizer(decoders.WordPiece()),
 }
 
@@ -224,6 +225,18 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     """A tiny tokenizer of every kind."""
     return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(params=["byte level", "sentencepiece", "sentencepiece without strip"])
+def byte_tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """A tiny tokenizer of every kind that can spell any character in bytes."""
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture
+def tokenizer_named() -> Callable[[str], PreTrainedTokenizerFast]:
+    """Builds one kind of tiny tokenizer."""
+    return lambda name: TOKENIZERS[name]()
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------------------------
@@ -323,5 +336,3 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home for onekv."""
     monkeypatch.setenv("ONEKV_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,16 +20,23 @@ class Run:
     """The rows of one sequence in a step, and the entries any of them sees.
 
     Attributes:
-        rows:     [t] indices into the step
-        cells:    [n] cells of the entries
-        mask:     [t, n] which entry each row sees; None if every row sees all
-        distance: [t, n] position of the entry minus that of the query
+        rows:    [t] indices into the step
+        cells:   [n] cells of the entries
+        mask:    [t, n] which entry each row sees; None if every row sees all
+        keys:    [n] position of each entry
+        queries: [t] position of each row
     """
 
     rows: Tensor
     cells: Tensor
     mask: Tensor | None
-    distance: NDArray[np.int64]
+    keys: NDArray[np.int32]
+    queries: NDArray[np.int32]
+
+    @cached_property
+    def distance(self) -> NDArray[np.int64]:
+        """Position of each entry minus that of each row, [t, n]."""
+        return self.keys.astype(np.int64) - self.queries[:, None]
 
 
 def runs_of(view: View, device: torch.device) -> list[Run]:
@@ -47,7 +55,8 @@ def runs_of(view: View, device: torch.device) -> list[Run]:
                 torch.from_numpy(rows).to(device),
                 torch.from_numpy(view.column[seq, low:high].astype(np.int64)).to(device),
                 None if mask.all() else torch.from_numpy(mask).to(device),
-                view.row_positions[seq, low:high].astype(np.int64) - view.queries[rows][:, None],
+                view.row_positions[seq, low:high],
+                view.queries[rows],
             )
         )
     return runs

@@ -120,11 +120,11 @@ class Batch:
         self.handles = ()
         if isinstance(seqs, str):
             raise BatchError(f"seqs must be ids, got the string {seqs!r}")
-        if seqs is None or hasattr(seqs, "__index__"):
+        if seqs is None or not _is_listing(seqs):
             one = 0 if seqs is None else as_seq_id(seqs)
             if seqs is not None and not isinstance(seqs, int | np.integer):
                 self.handles = (seqs,)
-            self.ids = np.full(count, one, np.int64)
+            self.ids = _clip_ids([one]).repeat(count)
             self.offsets = np.arange(count + 1)
             return
         rows = seqs.tolist() if isinstance(seqs, np.ndarray) else list(seqs)
@@ -138,7 +138,7 @@ class Batch:
         ids: list[int] = []
         offsets = [0]
         for i, row in enumerate(rows):
-            members = [row] if hasattr(row, "__index__") or not isinstance(row, Iterable) or isinstance(row, str) else list(row)
+            members = list(row) if _is_listing(row) else [row]
             try:
                 ids.extend(dict.fromkeys(as_seq_id(m) for m in members))
             except BatchError as error:
@@ -172,8 +172,8 @@ class Batch:
         """
         error = np.full(4, -1, np.int64)
         tokens = self.tokens if self.tokens is not None else np.empty(0, np.int64)
-        limit = -1 if vocab_size is None else vocab_size
-        self._raise(loops.check_ids(tokens, limit, self.ids, self.offsets, rows.max_seqs, error), error, rows, vocab_size)
+        limit = loops.FARTHEST + 1 if vocab_size is None else vocab_size
+        self._raise(loops.check_ids(tokens, limit, self.ids, self.offsets, rows.max_seqs, error), error, rows, limit)
         positions = self.positions if self.positions is not None else self._filled(rows)
         is_multi = positions.ndim == 2
         first = positions[0] if is_multi else positions
@@ -182,14 +182,15 @@ class Batch:
         if is_multi and (positions.min() < 0 or positions.max() > loops.FARTHEST):
             row = int(np.flatnonzero((positions < 0).any(0) | (positions > loops.FARTHEST).any(0))[0])
             raise BatchError(f"row {row} has position {positions[:, row].tolist()}; components lie in [0, {loops.FARTHEST}]", row=row)
-        self._raise(loops.check_positions(first, self.ids, self.offsets, *held, is_tokens, is_multi, error), error, rows, vocab_size)
+        may_jump = is_multi or rows.row_axes is not None  # text after an image goes on above the image's y and x
+        self._raise(loops.check_positions(first, self.ids, self.offsets, *held, is_tokens, may_jump, error), error, rows, limit)
         is_shared = self.ids.size > len(self)
         if is_shared:
             self._check_coupling(rows)
             found = loops.check_nesting(first, self.sets(rows.max_seqs), self.ids, self.offsets, rows.max_seqs, error)
-            self._raise(found, error, rows, vocab_size)
+            self._raise(found, error, rows, limit)
         may_repeat = not is_tokens or is_multi
-        self._raise(loops.check_order(first, self.ids, self.offsets, rows.max_seqs, may_repeat, error), error, rows, vocab_size)
+        self._raise(loops.check_order(first, self.ids, self.offsets, rows.max_seqs, may_repeat, error), error, rows, limit)
         return positions
 
     def _filled(self, rows: Rows) -> Ints:
@@ -222,15 +223,13 @@ class Batch:
         sets: NDArray[np.uint64] = loops.row_sets(self.ids, self.offsets, (max_seqs + 63) // 64)
         return sets
 
-    def _raise(self, found: int, error: Ints, rows: Rows, vocab_size: int | None) -> None:
+    def _raise(self, found: int, error: Ints, rows: Rows, vocab_size: int) -> None:
         if found == loops.OK:
             return
         row, seq, stored, given = error.tolist()
         at = f"row {row}, sequence {seq}:"
         message = {
-            loops.BAD_TOKEN: f"row {row}: token id {given} is not in [0, {vocab_size})"
-            if vocab_size
-            else f"row {row}: token id {given} < 0",
+            loops.BAD_TOKEN: f"row {row}: token id {given} is not in [0, {vocab_size})",
             loops.NO_SEQ: f"row {row} names no sequence; every row needs at least one",
             loops.BAD_SEQ: f"row {row}: sequence id {given} is not in [0, {rows.max_seqs})",
             loops.NEGATIVE: f"{at} position {given} is negative",
@@ -339,6 +338,11 @@ def _take(batch: Batch, positions: Ints, rows: Ints, num_sets: int) -> Ubatch:
         offsets,
         num_sets,
     )
+
+
+def _is_listing(value: Any) -> bool:
+    """True iff a value is several ids; arrays and tensors have `__index__` too, whatever their shape."""
+    return isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def _integers(values: Any, name: str) -> Ints:

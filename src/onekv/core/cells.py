@@ -88,6 +88,7 @@ class Committed:
     slots: Sequence[Slots]
     heads: list[int]
     lengths: Int32
+    had_axes: bool
     tails: list[tuple[int, int, list[Int32]]] = field(default_factory=list)  # sequence, first entry, what its tables held from there
     progress: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
 
@@ -203,6 +204,7 @@ class Cells:
             group.lost[:] = 0
             group.has_shift = False
         self.row_lengths[:] = 0
+        self._forget_axes()
         self.epoch += 1
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
@@ -351,7 +353,10 @@ class Cells:
         return start + np.flatnonzero((owners != 0).any(axis=1) & (cells >= 0))
 
     def detach(self, group: int, seq: int, entries: NDArray[np.int64], copies: Slots) -> None:
-        """Put copies in the place of a sequence's shared cells; the copied cells lose it as owner. The caller copies keys and values."""
+        """Put copies in the place of a sequence's shared cells; the copied cells lose it as owner. The caller copies keys and values.
+
+        A copied cell without another owner becomes empty: taking expired cells for the copies may have cost it the others.
+        """
         g = self.groups[group]
         cells = g.column[seq, entries]
         g.position[copies], g.shift[copies] = g.position[cells], g.shift[cells]
@@ -359,6 +364,7 @@ class Cells:
         g.counts[loops.USED] += copies.size
         loops.claim(copies, seq, g.owners)
         loops.disown(cells, seq, g.owners)
+        self._note_freed(g, loops.sweep(cells, *g.state))
         g.column[seq, entries] = copies
         self.epoch += 1
 
@@ -390,6 +396,7 @@ class Cells:
                 loops.disown(cells, s, group.owners)
         for s, entries in zip(seqs, rows, strict=True):
             self.row_lengths[s] = 0
+            self._rows_changed(s)
             self._insert(s, entries)
         for group, columns in zip(self.groups, before, strict=True):
             for cells in columns:
@@ -458,9 +465,9 @@ class Cells:
             if at >= 0:
                 raise OneKVError(f"group {g}: slot {chosen.tolist()} does not fit {len(ubatch)} rows: entry {at} cannot be used")
         self._reserve(int((self.row_lengths + np.bincount(ubatch.ids, minlength=self.max_seqs)).max()))
+        done = Committed(slots, [group.head for group in self.groups], self.row_lengths.copy(), self.row_axes is not None)
         if ubatch.positions.ndim == 2:
             self._use_axes()
-        done = Committed(slots, [group.head for group in self.groups], self.row_lengths.copy())
         rows = (ubatch.queries, ubatch.ids, ubatch.offsets)
         self.epoch += 1
         try:
@@ -513,6 +520,8 @@ class Cells:
             g = int(done.progress[0]) - 1
             group = self.groups[g]
             loops.uncommit_group(done.slots[g], group.position, group.owners, group.used, group.counts, done.heads[g], done.progress)
+        if not done.had_axes:
+            self._forget_axes()
         self.epoch += 1
 
     def clone(self) -> Cells:
@@ -555,6 +564,11 @@ class Cells:
             self.row_axes = np.stack([self.row_positions, self.row_positions])
             for group in self.groups:
                 group.axes = np.stack([group.position, group.position])
+
+    def _forget_axes(self) -> None:
+        self.row_axes = None
+        for group in self.groups:
+            group.axes = None
 
     def span(self, seq: int, p0: int, p1: int) -> tuple[int, int]:
         """Entries of a row with a position in [p0, p1); negative bounds are open."""

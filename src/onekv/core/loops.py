@@ -380,7 +380,7 @@ def fill_positions(ids, offsets, row_positions, row_lengths, following, position
 def check_ids(tokens, vocab_size, ids, offsets, max_seqs, error):
     """Token ids, then sequence ids. Writes [row, seq, stored, given] of the first fault into error; returns what it is."""
     for i in range(tokens.size):
-        if tokens[i] < 0 or (vocab_size >= 0 and tokens[i] >= vocab_size):
+        if tokens[i] < 0 or tokens[i] >= vocab_size:
             error[0], error[3] = i, tokens[i]
             return BAD_TOKEN
     for i in range(offsets.size - 1):
@@ -545,7 +545,7 @@ def split_equal(sets, firsts, max_rows, consecutive):
     ends = [0 for _ in range(0)]
     filled = 0
     while filled < n:
-        heads = [0 for _ in range(0)]  # first unused row of every collected set
+        heads = [0 for _ in range(0)]  # an unused row of every collected set
         taken = np.zeros(words, np.uint64)
         for i in range(n):
             if len(heads) == max_rows:
@@ -562,7 +562,7 @@ def split_equal(sets, firsts, max_rows, consecutive):
         while True:
             following = [0 for _ in range(0)]
             for k in range(len(heads)):
-                i = rounds[k][-1] + 1 if len(rounds[k]) else heads[k]
+                i = rounds[k][-1] + 1 if len(rounds[k]) else 0  # consecutive: the set may have rows before heads[k]
                 while i < n and (done[i] or not np.array_equal(sets[i], sets[heads[k]])):
                     i += 1
                 following.append(i)

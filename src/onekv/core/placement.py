@@ -51,7 +51,7 @@ def find_slots(group: Group, count: int, following: NDArray[np.int64], placement
             group.num_cells,
             slots.tolist() if found == count else "no slot",
         )
-    return slots if found == count else None
+    return slots if found == count > 0 else None
 
 
 def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -> list[list[Slots]]:
@@ -59,12 +59,14 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
 
     Raises:
         CacheFull: a ubatch does not fit; carries the rows of the whole batch and the cells that could have been used.
-        OneKVError: nothing to place.
+        OneKVError: nothing to place, or a change of positions is pending: a new row would take over the shift of the cell it gets (D-21).
     Cost: as `find_slots`; several ubatches also cost one copy of the bookkeeping.
     Source: spec 4.5, D-1.
     """
     if not ubatches:
         raise OneKVError("nothing to place: the batch was cut into no ubatch")
+    if any(group.has_shift for group in cells.groups):
+        raise OneKVError("a change of positions is pending; apply it before placing rows")
     trial = cells if len(ubatches) == 1 else cells.clone()
     chosen: list[list[Slots]] = []
     for ubatch in ubatches:

@@ -315,7 +315,7 @@ def load_model(
     Raises:
         ConfigError: nothing by that name, a damaged file, or a setting that is not available; says what to do.
         UnsupportedModel: a GGUF whose metadata holds something the conversion would lose.
-    Cost: a GGUF is converted at its first load (20 s for 135M parameters) and kept under `home()/converted`.
+    Cost: a GGUF is converted at its first load (some 10 s for 135M weights) and kept under `home()/converted`.
     """
     if weights not in ("auto", "float32"):
         raise ConfigError(f'weights must be "auto" or "float32", got {weights!r}; other kinds are not available yet')

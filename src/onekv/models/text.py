@@ -146,7 +146,8 @@ def _checked(token_id: int) -> int:
 class _Pieces:
     """What each token id contributes to the text, as bytes, by the tokenizer's own decoder.
 
-    Decoders read: ByteLevel; and SentencePiece's Replace, ByteFallback, Fuse, Strip or Metaspace. Others decode the whole text.
+    Decoders that are read: ByteLevel; SentencePiece's Replace, ByteFallback, Fuse and Strip; Metaspace. With others a stream decodes the
+    whole text again and again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -188,8 +189,8 @@ def _spelling(tokenizer: PreTrainedTokenizerBase) -> Spell | None:
     kinds = [stage["type"] for stage in stages]
     if kinds == ["ByteLevel"]:
         return _byte_level
-    if kinds in (["Metaspace"], ["ByteFallback", "Metaspace"]):
-        return _sentencepiece(stages[-1]["replacement"], "ByteFallback" in kinds, opening=stages[-1]["prepend_scheme"] != "never")
+    if kinds == ["Metaspace"]:
+        return _sentencepiece(stages[0]["replacement"], False, opening=stages[0]["prepend_scheme"] != "never")
     if kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and kinds[0] == "Replace":
         strips = [stage for stage in stages if stage["type"] == "Strip"]
         spaces = [stage["pattern"].get("String") for stage in stages if stage["type"] == "Replace" and stage["content"] == " "]

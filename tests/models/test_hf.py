@@ -1,0 +1,538 @@
+"""Unmodified transformers models on one buffer of cells: every row equals its sequence alone; what cannot be exact is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from onekv import Batch, BatchError, CacheFull, ConfigError, KVCache, LayerSpec, OneKVError, UnsupportedModel, Window
+from onekv.models import Model, cache_for, gguf, hooks, load_model
+
+Tiny = Callable[..., PreTrainedModel]
+Tokens = Callable[..., list[list[int]]]
+Logits = dict[int, list[torch.Tensor]]
+
+SLIDING, FULL = Window.sliding(7), Window.full()
+WINDOWS = {
+    "llama": [FULL] * 4,
+    "qwen3": [FULL] * 4,
+    "mistral": [FULL] * 4,
+    "mistral_wide": [Window.sliding(4096)] * 4,
+    "mistral_sliding": [SLIDING] * 4,
+    "gpt2": [FULL] * 3,
+    "gpt_neox": [FULL] * 4,
+    "qwen2_half_sliding": [FULL, FULL, SLIDING, SLIDING],
+    "qwen2_moe": [SLIDING, FULL, FULL, FULL],
+    "phimoe": [SLIDING] * 4,
+    "gemma2": [SLIDING, FULL] * 2,
+    "gemma3n": [SLIDING, FULL] * 2,
+    "gpt_oss": [SLIDING, FULL] * 2,
+    "llama4": [Window.chunked(7)] * 3 + [FULL],
+}
+
+
+def alone(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Logits of every token, by transformers alone. [T, V]"""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].float()
+
+
+def scatter_free_cells(model: Model, cache: KVCache, seq: int) -> None:
+    """Fill the buffer with one sequence, then leave a few of its positions, so that free cells lie apart."""
+    cells = cache.num_cells
+    for step in cache.plan(Batch(np.full(cells, 5), seqs=seq), max_ubatch=64):
+        with step:
+            model.forward(step)
+    rng = np.random.default_rng(0)
+    kept = set(rng.choice(cells, 24, replace=False).tolist())
+    for position in range(cells):
+        if position not in kept:
+            cache.seq_rm(seq, position, position + 1)
+
+
+def feed(model: Model, cache: KVCache, rows: list[tuple[int, int]], into: Logits) -> None:
+    """Evaluate rows (sequence, token) in ubatches of 5, all logits wanted; at least one ubatch is cut and its cells lie apart."""
+    plan = cache.plan(Batch([t for _, t in rows], seqs=[s for s, _ in rows], outputs="all"), max_ubatch=5)
+    assert len(plan) > 1
+    assert any((np.diff(step.slots(0)) != 1).any() for step in plan)
+    for step in plan:
+        with step:
+            logits = model.forward(step)
+        assert logits.dtype == torch.float32
+        for row, values in zip(step.ubatch.rows, logits, strict=True):
+            into.setdefault(rows[row][0], []).append(values)
+
+
+def interleaved(rests: dict[int, list[int]]) -> list[tuple[int, int]]:
+    """Rows of several sequences in random order; each sequence's own tokens stay in order."""
+    order = np.random.default_rng(0).permutation([s for s, rest in rests.items() for _ in rest])
+    rest = {s: iter(tokens) for s, tokens in rests.items()}
+    return [(int(s), next(rest[s])) for s in order]
+
+
+def together(model: Model, cache: KVCache, prompts: list[list[int]], shared: int) -> list[torch.Tensor]:
+    """Logits of every token of every prompt, from one buffer: the shared prefix once, the rest interleaved. [T, V] each."""
+    logits: Logits = {}
+    feed(model, cache, [(0, t) for t in prompts[0][:shared]], logits)
+    for seq in range(1, len(prompts)):
+        cache.seq_cp(0, seq)
+        logits[seq] = list(logits[0])
+    feed(model, cache, interleaved({s: p[shared:] for s, p in enumerate(prompts)}), logits)
+    cache.check()
+    return [torch.stack(logits[s]) for s in range(len(prompts))]
+
+
+@pytest.mark.parametrize("family", list(WINDOWS))
+def test_interleaved_chunked_sequences_sharing_a_prefix_equal_each_alone(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    stock, model = tiny(family), Model(tiny(family))
+    cache = cache_for(model, num_cells=192, max_seqs=8)
+    scatter_free_cells(model, cache, seq=7)
+    prompts = tokens_of((31, 26, 17), shared=9)
+    for prompt, got in zip(prompts, together(model, cache, prompts, shared=9), strict=True):
+        expected = alone(stock, prompt)
+        assert expected.abs().max() > 0.2
+        assert (got - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", list(WINDOWS))
+def test_layers_windows_and_sharing_are_read_from_the_running_model(family: str, tiny: Tiny) -> None:
+    model = Model(tiny(family))
+    assert [spec.window for spec in model.layers] == WINDOWS[family]
+    assert [spec.source for spec in model.layers] == ([None, None, 0, 1] if family == "gemma3n" else [None] * len(model.layers))
+    heads = 4 if family in ("gpt2", "gpt_neox") else 2
+    assert {(spec.num_kv_heads, spec.head_dim, spec.v_dim) for spec in model.layers} == {(heads, 8, 8)}
+
+
+@pytest.mark.parametrize("family", ["mistral_sliding", "llama4", "gemma2"])
+def test_these_prompts_can_tell_a_window_from_none(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    """The negative control: the same weights without their window differ by far more than the tolerance."""
+    (prompt,) = tokens_of((31,))
+    size = "attention_chunk_size" if family == "llama4" else "sliding_window"
+    wide = tiny(family, **{size: 4096})
+    assert (alone(tiny(family), prompt) - alone(wide, prompt)).abs().max() > 0.05
+
+
+def test_greedy_generation_equals_transformers_own(tiny: Tiny, tokens_of: Tokens) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama"))
+    cache = cache_for(model, num_cells=128, max_seqs=4)
+    prompts = tokens_of((11, 4, 7))
+    logits = model.extend(cache, [2, 0, 3], prompts, max_ubatch=5)
+    answers: list[list[int]] = [[], [], []]
+    for _ in range(12):
+        for answer, token in zip(answers, logits.argmax(-1).tolist(), strict=True):
+            answer.append(token)
+        logits = model.extend(cache, [2, 0, 3], [[a[-1]] for a in answers])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        whole = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+        assert answer == whole[0, len(prompt) :].tolist()
+
+
+def test_extend_takes_handles_and_answers_in_the_order_asked(tiny: Tiny, tokens_of: Tokens) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama"))
+    cache = cache_for(model, num_cells=64, max_seqs=4)
+    one, two = cache.sequence(), cache.sequence()
+    prompts = tokens_of((7, 3))
+    got = model.extend(cache, [two, one], prompts)
+    assert [len(two), len(one)] == [7, 3]
+    for row, prompt in zip(got, prompts, strict=True):
+        assert (row - alone(stock, prompt)[-1]).abs().max() < 1e-5
+    row = got[0]
+    row /= 2  # a sampler may change it in place
+
+
+def test_a_failed_extend_leaves_every_sequence_as_long_as_before(tiny: Tiny, tokens_of: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(tiny("llama"))
+    cache = cache_for(model, num_cells=32, max_seqs=4)
+    model.extend(cache, [0], tokens_of((4,)))
+    before = cache.snapshot()["cells"]
+    with pytest.raises(CacheFull):
+        model.extend(cache, [0, 1], tokens_of((20, 20)))
+    calls = []
+
+    def fail(step: Any) -> torch.Tensor:
+        calls.append(step)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return Model.forward(model, step)
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.extend(cache, [0, 1], tokens_of((8, 8)), max_ubatch=5)
+    assert len(calls) == 3
+    assert cache.snapshot()["cells"] == before
+    cache.check()
+
+
+@pytest.mark.parametrize(("seqs", "tokens"), [([0], [[1], [2]]), ([0, 1], [[1], []]), ([0, 0], [[1], [2]])])
+def test_extend_refuses_lists_that_do_not_match(seqs: list[int], tokens: list[list[int]], tiny: Tiny) -> None:
+    model = Model(tiny("llama"))
+    cache = cache_for(model, num_cells=8)
+    with pytest.raises(BatchError):
+        model.extend(cache, seqs, tokens)
+    assert cache.num_used == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_step_without_outputs_gives_no_logits_and_stores_its_rows(family: str, tiny: Tiny) -> None:
+    model = Model(tiny(family))
+    cache = cache_for(model, num_cells=8)
+    (step,) = cache.plan(Batch([5, 6, 7], outputs=[False] * 3))
+    with step:
+        logits = model.forward(step)
+    assert logits.shape == (0, model.vocab_size)
+    assert cache.num_used == 3
+
+
+def test_logits_come_for_the_wanted_rows_in_the_order_of_the_step(tiny: Tiny) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama"))
+    cache = cache_for(model, num_cells=8)
+    (step,) = cache.plan(Batch([5, 6, 7, 8], outputs=[True, False, True, False]))
+    with step:
+        logits = model.forward(step)
+    assert (logits - alone(stock, [5, 6, 7, 8])[[0, 2]]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_embeddings_in_place_of_tokens_give_the_same_logits(as_numpy: bool, tiny: Tiny) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama"))
+    cache = cache_for(model, num_cells=8)
+    vectors = stock.get_input_embeddings().weight.detach()[[5, 6, 7]]
+    (step,) = cache.plan(Batch(embeddings=vectors.numpy() if as_numpy else vectors, outputs="all"))
+    with step:
+        logits = model.forward(step)
+    assert (logits - alone(stock, [5, 6, 7])).abs().max() < 1e-5
+
+
+def test_a_bfloat16_model_runs_and_answers_in_float32(tiny: Tiny, tokens_of: Tokens) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama").bfloat16())
+    (prompt,) = tokens_of((9,))
+    got = model.extend(cache_for(model, num_cells=16, k_dtype="bfloat16"), [0], [prompt])[0]
+    assert got.dtype == torch.float32
+    assert (got - alone(stock, prompt)[-1]).abs().max() < 0.1
+
+
+# --- the model stays the user's -----------------------------------------------------------------------------------------------------
+
+
+def test_the_models_own_attention_weights_and_config_are_untouched(tiny: Tiny, tokens_of: Tokens) -> None:
+    model = tiny("llama")
+    before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config.to_dict())
+    (prompt,) = tokens_of((9,))
+    expected = alone(model, prompt)
+    wrapped = Model(model)
+    wrapped.extend(cache_for(wrapped, num_cells=16), [0], [prompt])
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(alone(model, prompt), expected)
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_an_exception_in_any_layer_undoes_the_step_and_gives_the_model_back(
+    error: type[BaseException], layer: int, tiny: Tiny, tokens_of: Tokens
+) -> None:
+    hf_model = tiny("llama")
+    model = Model(hf_model)
+    cache = cache_for(model, num_cells=16)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = hf_model.model.layers[layer].mlp.register_forward_hook(fail)
+    with pytest.raises(error):
+        model.extend(cache, [0], tokens_of((5,)))
+    handle.remove()
+    assert cache.num_used == 0
+    assert hf_model.config._attn_implementation == "sdpa"
+    with pytest.raises(OneKVError, match=r"only inside Model\.forward"):
+        hooks._current()
+    model.extend(cache, [0], tokens_of((5,)))
+
+
+def test_our_attention_outside_of_a_forward_is_a_clear_error(tiny: Tiny) -> None:
+    model = tiny("llama")
+    model.set_attn_implementation("onekv")
+    with pytest.raises(OneKVError, match=r"only inside Model\.forward"):
+        alone(model, [5, 6])
+
+
+def test_a_training_model_is_put_into_evaluation_and_refused_with_dropout(tiny: Tiny) -> None:
+    hf_model = tiny("llama", attention_dropout=0.1).train()
+    model = Model(hf_model)
+    assert not hf_model.training
+    cache = cache_for(model, num_cells=8)
+    hf_model.train()
+    with pytest.raises(UnsupportedModel, match="training mode"):
+        model.extend(cache, [0], [[5]])
+
+
+# --- refused by name ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "BloomForCausalLM: 0 calls of the attention hook for 2 layers"),
+        ("dynamic", "LlamaForCausalLM: model.rotary_emb .* 'dynamic'"),
+        ("longrope", "Phi3ForCausalLM: model.rotary_emb .* 'longrope'"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM, layer 0: .*keys or values that no layer stored"),
+        ("diffllama", "DiffLlamaForCausalLM, layer 0: .*keys or values that no layer stored"),
+        ("doge", "DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
+        ("falcon_h1", "FalconH1ForCausalLM does not run through the cache hooks"),
+        ("recurrent_gemma", r"RecurrentGemmaForCausalLM: 1 calls .* for 4 layers.*\[0, 1, 3\]"),
+    ],
+)
+def test_a_family_that_cannot_be_served_exactly_is_refused_by_name(family: str, reason: str, tiny: Tiny) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        cache_for(tiny(family), num_cells=8)
+
+
+def test_an_unknown_keyword_of_attention_is_refused_and_named(tiny: Tiny) -> None:
+    model = tiny("llama")
+    cache_for(model, num_cells=8)
+    for value, refused in ((None, False), (False, False), (torch.ones(1), True)):
+        handle = model.model.layers[2].self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs, value=value: (args, {**kwargs, "position_bias": value}), with_kwargs=True
+        )
+        if refused:
+            with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM: .*position_bias"):
+                cache_for(model, num_cells=8)
+        else:
+            cache_for(model, num_cells=8)
+        handle.remove()
+
+
+def test_a_layer_that_stops_attending_after_the_probe_is_found_out(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_model = tiny("llama")
+    model = Model(hf_model)
+    cache = cache_for(model, num_cells=8)
+    layer = hf_model.model.layers[1].self_attn
+    monkeypatch.setattr(layer, "forward", lambda hidden_states, cache, **_: (hidden_states, None))
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\] did not attend"):
+        model.extend(cache, [0], [[5]])
+    assert cache.num_used == 0
+
+
+def test_a_window_that_changes_after_the_probe_is_found_out(tiny: Tiny) -> None:
+    hf_model = tiny("mistral_sliding")
+    model = Model(hf_model)
+    cache = cache_for(model, num_cells=8)
+    hf_model.config.sliding_window = 3
+    with pytest.raises(UnsupportedModel, match=r"Window\.sliding\(3\), and did otherwise"):
+        model.extend(cache, [0], [[5]])
+
+
+def test_rows_that_mix_outside_of_attention_are_found_by_the_probe(tiny: Tiny) -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out + out.roll(1, dims=1))
+    with pytest.raises(UnsupportedModel, match="by more than attention"):
+        cache_for(model, num_cells=8)
+
+
+def test_a_cache_of_other_layers_is_refused_with_the_first_difference(tiny: Tiny) -> None:
+    model = Model(tiny("mistral_sliding"))
+    for layers, reason in (
+        ([LayerSpec(2, 8)] * 3, "3 layers, the model 4"),
+        ([LayerSpec(2, 8, window=SLIDING)] * 3 + [LayerSpec(2, 8)], r"layer 3 .*Window\.full"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            model.extend(KVCache(layers, num_cells=8), [0], [[5]])
+    by_hand = KVCache([LayerSpec(2, 8, 8, window=SLIDING)] * 4, num_cells=8)
+    assert model.extend(by_hand, [0], [[5]]).shape == (1, model.vocab_size)
+
+
+def test_positions_beyond_the_models_context_are_refused_with_the_numbers(tiny: Tiny) -> None:
+    model = Model(tiny("gpt2", n_positions=8))
+    assert model.max_positions == 8
+    cache = cache_for(model, num_cells=16)
+    model.extend(cache, [0], [[5] * 8])
+    with pytest.raises(BatchError, match="position 8, beyond the model's context of 8") as caught:
+        model.extend(cache, [0], [[5]])
+    assert caught.value.given == 8
+    assert cache.num_used == 8
+
+
+def test_positions_of_several_components_are_refused(tiny: Tiny) -> None:
+    model = Model(tiny("llama"))
+    cache = cache_for(model, num_cells=8)
+    (step,) = cache.plan(Batch([5, 6], positions=[[0, 1]] * 4))
+    with pytest.raises(BatchError, match="4 components"), step:
+        model.forward(step)
+
+
+def test_only_causal_language_models_of_transformers_are_taken(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="Linear"):
+        Model(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="no language model head"):
+        Model(tiny("llama").model)
+
+
+# --- masks --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 512, 4095, 4096, 131072, 10_000_019])
+def test_windows_of_every_size_are_recognised_from_transformers_own_rules(size: int) -> None:
+    from transformers import masking_utils as stock
+
+    assert hooks.recognise(stock.causal_mask_function) == FULL
+    assert hooks.recognise(stock.sliding_window_causal_mask_function(size)) == Window.sliding(size)
+    chunked = hooks.recognise(stock.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64)))
+    assert chunked == (Window.sliding(1) if size == 1 else Window.chunked(size))
+
+
+def test_rules_that_are_no_window_are_not_recognised() -> None:
+    from transformers import masking_utils as stock
+
+    causal, sliding = stock.causal_mask_function, stock.sliding_window_causal_mask_function(7)
+    rules = [
+        stock.bidirectional_mask_function,
+        stock.sliding_window_bidirectional_mask_function(7),
+        stock.and_masks(causal, lambda b, h, q, k: k % 2 == 0),
+        stock.or_masks(sliding, lambda b, h, q, k: k < 4),
+        stock.and_masks(causal, stock.padding_mask_function(torch.ones(1, 8, dtype=torch.bool))),
+        stock.or_masks(causal, stock.blockwise_overlay(torch.zeros(1, 8, dtype=torch.int64))),
+        stock.and_masks(causal, lambda b, h, q, k: k != q),
+    ]
+    assert [hooks.recognise(rule) for rule in rules] == [None] * len(rules)
+
+
+def test_equal_rules_are_recognised_once_and_unequal_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils as stock
+
+    seen = []
+    recognise = hooks.recognise
+    monkeypatch.setattr(hooks, "recognise", lambda rule, device: seen.append(rule) or recognise(rule, device))
+    masks, cpu = hooks.MaskRules(), torch.device("cpu")
+    for _ in range(3):
+        for rule in (
+            stock.causal_mask_function,
+            stock.sliding_window_causal_mask_function(4),
+            stock.sliding_window_causal_mask_function(5),
+            stock.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+        ):
+            marker = masks.marker(rule, cpu)
+            assert masks.window_of(marker[:, :, :, :1], "a model", 0) == recognise(rule)
+    assert len(seen) == 4
+
+
+# --- identity, loading --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_tells_models_apart_but_not_the_dtype_they_were_loaded_in(tiny: Tiny) -> None:
+    one = Model(tiny("llama").bfloat16().float()).fingerprint
+    assert Model(tiny("llama").bfloat16()).fingerprint == one
+    assert Model(tiny("llama", rms_norm_eps=1e-3)).fingerprint != one
+    other = tiny("llama")
+    other.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
+    assert Model(other).fingerprint != one
+    assert cache_for(other, num_cells=4).config.fingerprint == Model(other).fingerprint
+
+
+def test_what_cache_for_reads_from_the_model_can_be_said_otherwise(tiny: Tiny) -> None:
+    cache = cache_for(tiny("llama"), 16, max_seqs=3, k_dtype="bfloat16", fingerprint="mine", vocab_size=50)
+    assert (cache.config.num_cells, cache.config.max_seqs, cache.config.k_dtype) == (16, 3, "bfloat16")
+    assert (cache.config.fingerprint, cache.config.vocab_size) == ("mine", 50)
+    with pytest.raises(BatchError):
+        cache.plan(Batch([60]))
+    with pytest.raises(TypeError):
+        cache_for(tiny("llama"), 16, no_such_setting=1)
+
+
+def test_a_directory_loads_with_and_without_a_tokenizer(tiny: Tiny, tokenizer_named: Any, tmp_path: Path) -> None:
+    hf_model = tiny("llama")
+    hf_model.save_pretrained(tmp_path)
+    bare = load_model(tmp_path)
+    assert torch.equal(alone(bare.transformers_model, [5, 6]), alone(hf_model, [5, 6]))
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        _ = bare.text
+    tokenizer_named("byte level").save_pretrained(tmp_path)
+    hf_model.generation_config.eos_token_id = [2, 11]
+    hf_model.generation_config.save_pretrained(tmp_path)
+    text = load_model(str(tmp_path), weights="float32").text
+    assert text.decode(text.encode("he 👋")) == "he 👋"
+    assert text.eos_ids == {1, 2, 11}
+
+
+@pytest.mark.usefixtures("own_home")
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("smollm2", {}, "onekv pull smollm2"),
+        ("/nowhere/model.gguf", {}, "no file /nowhere/model.gguf"),
+        ("./nowhere", {}, "there is no nowhere"),
+        ("smollm2", {"weights": "int4"}, '"auto" or "float32", got \'int4\''),
+        ("smollm2", {"deterministic": True}, "deterministic"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_line(name: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_model(name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_that_is_no_model_and_a_hub_that_fails_are_config_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(ConfigError, match="cannot load"):
+        load_model(tmp_path)
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise OSError("no route to the hub\nand a page of advice")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", offline)
+    with pytest.raises(ConfigError, match=r"cannot load someone/something: no route to the hub$"):
+        load_model("someone/something")
+
+
+# --- the demo model -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.demo_model
+def test_the_demo_model_interleaved_and_chunked_equals_each_alone(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEKV_HOME", str(demo_path.parent.parent))
+    model = load_model("smollm2", weights="float32")
+    stock = AutoModelForCausalLM.from_pretrained(gguf.converted(demo_path), dtype=torch.float32)
+    system = "You are a helpful assistant who answers in one short sentence. "
+    prefix = model.text.encode(system)
+    prompts = [prefix + model.text.encode(q) for q in ("The capital of France is", "Two plus two makes", "The sky looks blue because of")]
+    cache = cache_for(model, num_cells=160, max_seqs=8)
+    scatter_free_cells(model, cache, seq=7)
+    last = []
+    for prompt, got in zip(prompts, together(model, cache, prompts, shared=len(prefix)), strict=True):
+        expected = alone(stock, prompt)
+        assert (got - expected).abs().max() < 1e-3
+        last.append(int(got[-1].argmax()))
+    answers = [[token] for token in last]
+    for _ in range(7):
+        logits = model.extend(cache, [0, 1, 2], [[answer[-1]] for answer in answers])
+        for answer, token in zip(answers, logits.argmax(-1).tolist(), strict=True):
+            answer.append(token)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = stock.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+        assert answer[: len(expected)] == expected  # transformers stops at an end token
+
+
+@pytest.mark.demo_model
+def test_the_demo_model_loads_again_in_a_moment(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once converted, a load maps the weights: it is far quicker than reading 540 MB of them, and in absolute terms under a second."""
+    import time
+
+    monkeypatch.setenv("ONEKV_HOME", str(demo_path.parent.parent))
+    load_model("smollm2").text.encode("a")
+    best = min(_timed(time.perf_counter) for _ in range(3))
+    assert best < 1.0
+
+
+def _timed(clock: Callable[[], float]) -> float:
+    start = clock()
+    load_model("smollm2").text.encode("a")
+    return clock() - start

@@ -1,0 +1,140 @@
+"""Text to ids and back, whole and as a stream, compared with the tokenizer's own decode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from onekv.errors import BatchError, ConfigError
+from onekv.models import Text, gguf
+from onekv.models.pull import NAMED_MODELS
+
+FAMILY = "👩‍👩‍👧"
+SAMPLES = ["", "a", "the  heap", "é", "漢字", "👋", "👋👋🏽", FAMILY, f"he {FAMILY} a→漢b", "a\r\n\tb", " a", "  a b"]
+
+
+def stock(tokenizer: PreTrainedTokenizerFast, ids: list[int], special: bool) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+
+def streamed(text: Text, ids: list[int], special: bool = False) -> list[str]:
+    stream = text.stream(special=special)
+    return [*map(stream.push, ids), stream.flush()]
+
+
+def test_encoding_and_decoding_equal_the_tokenizers_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    for sample in SAMPLES:
+        ids = text.encode(sample)
+        assert ids == tokenizer(sample)["input_ids"]
+        assert text.decode(ids) == stock(tokenizer, ids, False)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(data=st.data(), special=st.booleans())
+def test_streamed_pieces_join_to_the_decoded_text(data: st.DataObject, special: bool, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, text.vocab_size + 3), max_size=12))
+    assert "".join(streamed(text, ids, special)) == text.decode(ids, special=special)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(data=st.data(), special=st.booleans())
+def test_decoding_equals_the_tokenizers_own_where_bytes_are_valid(
+    data: st.DataObject, special: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    text = Text(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, text.vocab_size + 3), max_size=12))
+    expected = stock(tokenizer, ids, special)
+    is_byte_level = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())["type"] == "ByteLevel"
+    if is_byte_level or "\ufffd" not in expected:
+        assert text.decode(ids, special=special) == expected
+
+
+def test_a_character_is_given_out_with_its_last_byte_and_no_later(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(byte_tokenizer)
+    stream = text.stream()
+    for character in "👋👋🏽漢é":
+        *before, last = byte_tokenizer(character, add_special_tokens=False)["input_ids"]
+        assert "".join(map(stream.push, before)) == ""
+        assert stream.push(last) == character
+    assert stream.flush() == ""
+
+
+Named = Callable[[str], PreTrainedTokenizerFast]
+
+
+def test_only_invalid_bytes_are_replaced_and_text_around_them_is_kept(tokenizer_named: Named) -> None:
+    byte_level = tokenizer_named("byte level")
+    wave = byte_level("👋")["input_ids"]
+    text = Text(byte_level)
+    assert text.decode([*wave, wave[-1], *wave]) == "👋\ufffd👋"
+    assert text.decode([*wave, *wave[:-1]]) == "👋\ufffd"
+
+    pieces = tokenizer_named("sentencepiece")
+    run = [pieces.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "👋".encode() + b"\xff"]
+    assert Text(pieces).decode(run) == "👋\ufffd"
+    assert stock(pieces, run, False) == "\ufffd" * 5
+
+
+def test_a_flushed_stream_gives_up_what_is_incomplete(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    stream = Text(byte_tokenizer).stream()
+    assert "".join(map(stream.push, byte_tokenizer("👋")["input_ids"][:-1])) == ""
+    assert [stream.flush(), stream.flush()] == ["\ufffd", ""]
+
+
+def test_special_tokens_are_shown_only_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    ids = [tokenizer.bos_token_id, *text.encode("a"), tokenizer.eos_token_id]
+    assert text.decode(ids).strip() == "a"
+    assert "</s>" in text.decode(ids, special=True)
+
+
+def test_ids_beyond_the_vocabulary_have_no_text_and_negative_ones_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    assert text.decode([10**6]) == ""
+    with pytest.raises(BatchError, match="-1"):
+        text.decode([-1])
+
+
+def test_end_ids_are_the_models_and_the_tokenizers_together(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert Text(tokenizer, [7, 9]).eos_ids == {7, 9, tokenizer.eos_token_id}
+    tokenizer.eos_token = None
+    assert Text(tokenizer).eos_ids == frozenset()
+
+
+def test_the_chat_template_opens_the_answer_only_on_request(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    text = Text(tokenizer)
+    messages = [{"role": "user", "content": "a"}]
+    assert text.chat(messages) == tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert text.chat(messages, add_generation_prompt=False) == tokenizer("a", add_special_tokens=False)["input_ids"]
+
+
+def test_a_missing_or_refusing_chat_template_is_a_config_error(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    assert not text.has_chat_template
+    with pytest.raises(ConfigError, match="no chat template"):
+        text.chat([{"role": "user", "content": "a"}])
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        text.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.demo_model
+def test_the_demo_tokenizer_streams_random_ids_and_emoji_as_it_decodes_them(demo_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEKV_HOME", str(demo_path.parent.parent))
+    tokenizer = AutoTokenizer.from_pretrained(gguf.converted(NAMED_MODELS["smollm2"].path))
+    text = Text(tokenizer)
+    rng = np.random.default_rng(0)
+    for ids in [rng.integers(0, text.vocab_size + 3, rng.integers(1, 20)).tolist() for _ in range(500)] + [text.encode(s) for s in SAMPLES]:
+        for special in (False, True):
+            pieces = streamed(text, ids, special)
+            assert "".join(pieces) == text.decode(ids, special=special) == stock(tokenizer, ids, special)
+    assert [p for p in streamed(text, text.encode("👋👋🏽")) if p] == ["👋", "👋", "🏽"]
