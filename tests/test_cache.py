@@ -420,7 +420,7 @@ def test_rule_automatic_cuts_stay_whole_without_causality() -> None:
     """What does not fit in one part is full, not cut."""
     cache = KVCache([toy_layer(), toy_layer(Window.sliding(1))], 32, max_seqs=4, window_cells=3)
     unchanged(cache, CacheFull, "0:0..2 + 1:0", causal=False)
-    assert feed(cache, "0:0..2 + 1:0").slots == [[0, 1], [2, 0]]
+    assert feed(cache, "0:0..2 + 1:0", layer=1).slots == [[0, 1], [2, 0]]
 
 
 def after_an_undone_step(cache: KVCache) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from onekv import CacheFull, ConfigError, KVCache, Window, WindowLost
 from onekv.core.placement import find_slots
-from tiny import T, cells_text, decode, feed, feed_layers, head_of, kv_of, load_cells, same_kv, state_of, toy, toy_layer
+from tiny import T, batch_of, cells_text, decode, feed, feed_layers, head_of, kv_of, load_cells, same_kv, state_of, toy, toy_layer
 
 FULL, TWO, THREE, FOUR = Window.full(), Window.sliding(2), Window.sliding(3), Window.sliding(4)
 
@@ -181,8 +181,6 @@ def test_spec_S_D1_a_plan_changes_nothing_and_later_parts_cost_earlier_ones_no_c
     with pytest.raises(CacheFull):
         feed(cache, "0:5..8", max_ubatch=4)
     assert state_of(cache) == before
-    from tiny import batch_of
-
     cache.plan(batch_of("0:5..8"), max_ubatch=3)
     assert state_of(cache) == before
     fed = feed(cache, "0:5..8", max_ubatch=3)
@@ -194,8 +192,6 @@ def test_spec_S_D1_a_plan_changes_nothing_and_later_parts_cost_earlier_ones_no_c
 def test_spec_S_D1b_shared_cells_expire_too_when_no_owner_sees_them() -> None:
     cache = toy(8, TWO)
     load_cells(cache, SCENARIOS["S53"].cells, head=3)
-    from tiny import batch_of
-
     rows = " ".join(f"({p},{{3,4}})" for p in range(6))
     before = state_of(cache)
     plan = cache.plan(batch_of(rows), max_ubatch=3)
@@ -360,16 +356,15 @@ def test_expired_cells_of_a_silent_sequence_are_reused() -> None:
 
 
 def test_cells_all_of_whose_owners_have_moved_on_are_reused() -> None:
-    cache = toy(6, TWO)
+    cache = toy(4, TWO)
     feed(cache, "(0,{0,1}) (1,{0,1})")
     feed(cache, "0:2..3")
-    assert feed(cache, "2:0..1").slots == [[4, 5]]
-    with pytest.raises(CacheFull):
-        feed(cache, "2:2..3")  # of 0 and 1, sequence 1 still sees position 1, and 2 is sequence 0's
+    with pytest.raises(CacheFull) as full:
+        feed(cache, "2:0..2")
+    assert full.value.free == 2  # position 0, which neither owner sees, and position 2; sequence 1 still sees position 1
     feed(cache, "1:2")
-    assert cells_text(cache) == "2{1} 1{0,1} 2{0} 3{0} 0{2} 1{2}"
-    assert feed(cache, "1:3").slots == [[2]]
-    assert cells_text(cache) == "2{1} . 3{1} 3{0} 0{2} 1{2}"
+    assert feed(cache, "2:0..1").slots == [[1, 2]]
+    assert cells_text(cache) == "2{1} 0{2} 1{2} 3{0}"
 
 
 def test_a_cell_is_kept_as_long_as_one_owner_may_see_it() -> None:

@@ -355,6 +355,16 @@ def test_cache_full_counts_reusable_cells_as_free() -> None:
     assert full.value.free == 5
 
 
+def test_cells_that_a_later_part_still_sees_are_not_reused() -> None:
+    """An embedding may repeat its sequence's last position, so that what is hidden from the position after it is not hidden yet."""
+    cache = toy(4, Window.sliding(2))
+    load_cells(cache, "0{0} 1{0} 2{0} 3{0}", head=2)
+    fed = feed(cache, batch_of("1:0..1 + 0:3", embeddings=True), max_ubatch=2)
+    assert fed.slots == [[0, 1], [0]]
+    assert fed.masks[1] == ["x-xx"]
+    assert fed.outputs[2] == pytest.approx((2 + 3 + 3) / 3)
+
+
 # --- what a step sees (spec 9.10, 3) ------------------------------------------------------------------------------------------------------
 
 

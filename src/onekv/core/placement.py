@@ -69,8 +69,8 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
         raise OneKVError("a change of positions is pending; apply it before placing rows")
     trial = cells if len(ubatches) == 1 else cells.clone()
     chosen: list[list[Slots]] = []
-    for ubatch in ubatches:
-        following = trial.next_queries(ubatch)
+    for ubatch, later in zip(ubatches, _later_queries(ubatches, cells.max_seqs), strict=True):
+        following = np.minimum(trial.next_queries(ubatch), later)
         slots = []
         for g, group in enumerate(trial.groups):
             found = find_slots(group, len(ubatch), following, placement)
@@ -82,6 +82,15 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
         if trial is not cells:
             trial.commit(ubatch, slots)
     return chosen
+
+
+def _later_queries(ubatches: Sequence[Ubatch], max_seqs: int) -> list[NDArray[np.int64]]:
+    """For every ubatch, the smallest position of each sequence in the ubatches after it, [S]. It may repeat the sequence's last one."""
+    later = [np.full(max_seqs, loops.FARTHEST, np.int64)]
+    for ubatch in reversed(ubatches[1:]):
+        later.append(later[-1].copy())
+        np.minimum.at(later[-1], ubatch.ids, np.repeat(ubatch.queries, np.diff(ubatch.offsets)))
+    return later[::-1]
 
 
 def not_enough(cells: Cells, g: int, needed: int, following: NDArray[np.int64], what: str, placement: Placement = "scattered") -> CacheFull:

@@ -27,12 +27,11 @@ from onekv.core.window import Window
 from onekv.errors import BatchError, ConfigError, UnsupportedModel
 from onekv.models import gguf
 from onekv.models.hooks import Hooked, Pass
-from onekv.models.probe import read_layers
+from onekv.models.probe import read_layers, read_ropes
 from onekv.models.pull import NAMED_MODELS
 from onekv.models.text import Text
 from onekv.storage import LayerSpec, owning_layers
 
-_NO_SHIFT: Final = "the rotary layout of models is not read yet"
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Config fields that say where a model came from or how it is run, not what it computes.
 _NOT_IDENTITY: Final = (
@@ -119,9 +118,18 @@ class Model:
 
         Raises:
             UnsupportedModel: names the model and the part that cannot be served exactly.
-        Cost: two forwards of two rows, once.
+        Cost: three forwards of two or three rows, once.
         """
-        return read_layers(self._hooked, self.vocab_size, self.max_positions)
+        return self._probed[0]
+
+    @property
+    def no_shift(self) -> str | None:
+        """Why stored keys of this model cannot be moved to other positions; None if they can."""
+        return self._probed[1]
+
+    @cached_property
+    def _probed(self) -> tuple[tuple[LayerSpec, ...], str | None]:
+        return read_ropes(self._hooked, read_layers(self._hooked, self.vocab_size, self.max_positions), self.max_positions)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -293,10 +301,10 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     Raises:
         UnsupportedModel: names the part of the model that cannot be served exactly.
         ConfigError: a setting that cannot work.
-    Cost: two forwards of two rows if the model was not probed yet.
+    Cost: three forwards of two or three rows if the model was not probed yet.
     """
     mine = model if isinstance(model, Model) else Model(model)
-    known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": _NO_SHIFT}
+    known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
     return KVCache(mine.layers, num_cells, **(known | settings))

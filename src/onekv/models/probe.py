@@ -1,14 +1,15 @@
 """What a model does with keys and values, found by watching it rather than by reading its config.
 
 Owns the probe: two rows are run through the hooks, with attention that returns zeros, and every layer's tensors are looked at. Heads and
-widths, layers that read another layer's keys, and each layer's window come from there, so no family needs code of its own. Touches no
-cache and no weights.
+widths, layers that read another layer's keys, each layer's window and how keys turn with position come from there, so no family needs code
+of its own. Touches no cache and no weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
 from onekv.models.hooks import Hooked, Pass
+from onekv.models.rotary import NoRotation, frequencies_of, rope_of
 from onekv.storage import LayerSpec
 
 # Frequencies of these depend on the largest position in the forward, so one sequence would change another's keys.
 _BATCH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+_ROPE_POSITIONS: Final = (3, 8, 21)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,10 @@ class _Watcher:
         self.stored: dict[int, tuple[int, int, int]] = {}  # layer -> G, D, Dv
         self.attended: list[_Attended] = []
         self.last_row: list[Tensor] = []  # q, k and v of the second row, call by call
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k and v of all rows
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self.kept[layer] = (k, v)
         self.stored[layer] = (k.shape[1], k.shape[2], v.shape[2])
         self.last_row += [k[-1].float(), v[-1].float()]
 
@@ -76,6 +81,29 @@ def read_layers(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[La
                 f"{hooked.name}: a row depends on the other rows of its batch by more than attention, so sequences cannot be packed"
             )
     return specs
+
+
+def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) -> tuple[tuple[LayerSpec, ...], str | None]:
+    """The layers with their ropes, and why stored keys cannot be moved to other positions; None if they can.
+
+    One token is evaluated at several positions, with attention that returns zeros, so that position is all that differs between the rows.
+    Cost: one forward of three rows.
+    """
+    positions = [p for p in _ROPE_POSITIONS if p < max_positions]
+    if len(positions) < 2:
+        return tuple(layers), f"its context of {max_positions} positions is too short to see how keys turn"
+    seen = _watch(hooked, [1] * len(positions), positions)
+    frequencies = frequencies_of(hooked.model, hooked.model.config.get_text_config(decoder=True))
+    turned = []
+    for i, layer in enumerate(layers):
+        if layer.source is not None:
+            turned.append(layer)
+            continue
+        try:
+            turned.append(replace(layer, rope=rope_of(i, *seen.kept[i], positions, frequencies, hooked.model.dtype)))
+        except NoRotation as error:
+            return tuple(layers), f"{hooked.name}: {error}"
+    return tuple(turned), None
 
 
 def _check_rope(hooked: Hooked) -> None:

@@ -49,7 +49,9 @@ def rope_of(
         for rope in _candidates(part, stored.shape[-1], frequencies):
             if _is_close(stored, rope, positions, dtype):
                 return rope
-    raise NoRotation(f"layer {layer} stores {' and '.join(f'{part}s' for part in changed)} that depend on position, not by a rotation onekv knows")
+    raise NoRotation(
+        f"layer {layer} stores {' and '.join(f'{part}s' for part in changed)} that depend on position, not by a rotation onekv knows"
+    )
 
 
 def _parts() -> tuple[Literal["key"], Literal["value"]]:
