@@ -5,7 +5,9 @@ value of its token at its position. So no operation on one sequence ever changes
 model's own list.
 """
 
+import copy
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from onekv import CacheFull, KVCache, LayerSpec, Rope, Sequence as Handle, ShiftError, Window, WindowLost
+from onekv import BatchError, CacheFull, KVCache, LayerSpec, Rope, Sequence as Handle, ShiftError, Window, WindowLost
 from oracle import Clash, Entry, Oracle, sees
 from tiny import Row, batch_of, state_of
 
@@ -141,15 +143,20 @@ class History(RuleBasedStateMachine):
 
     def refused(self, error: type[Exception], call: Callable[[], Any]) -> Any:
         """A call that may be refused by one error, and then changes nothing. True iff it was."""
-        before = state_of(self.cache)
+        before = self.settled()
         try:
             call()
-        except error as found:
-            assert state_of(self.cache) == before
-            if isinstance(found, CacheFull) and self.cache.config.placement == "scattered":
-                assert found.free < found.needed
-            return True
-        return False
+        except error as raised:
+            found = raised
+        else:
+            return False
+        assert self.settled() == before
+        assert not isinstance(found, CacheFull) or self.cache.config.placement == "contiguous" or found.free < found.needed
+        return True
+
+    def settled(self) -> str:
+        """The bookkeeping without pending shifts: a refused plan or load may have applied them."""
+        return re.sub(r"~-?\d+", "", repr(state_of(self.cache)))
 
     # --- evaluating -------------------------------------------------------------------------------------------------------------------
 
@@ -223,15 +230,16 @@ class History(RuleBasedStateMachine):
 
     @rule(src=seq_ids, dst=seq_ids, span=spans)
     def seq_cp(self, src: int, dst: int, span: tuple[int, int]) -> None:
+        before = copy.deepcopy(self.model)
         try:
             self.model.seq_cp(src, dst, *span)
         except Clash:
-            assert self.refused(ValueError, lambda: self.cache.seq_cp(src, dst, *span))
+            assert self.refused(BatchError, lambda: self.cache.seq_cp(src, dst, *span))
             return
-        if self.refused(ValueError, lambda: self.cache.seq_cp(src, dst, *span)):
-            # The same entry, but the window has given up its cell for one of the two: cells cannot tell.
+        if self.refused(BatchError, lambda: self.cache.seq_cp(src, dst, *span)):
+            # The same entry, but a window has given up its cell for one of the two; without a full group nothing else names it.
             assert not any(group.window.is_full for group in self.cache.cells.groups)
-            self.model = self.undone
+            self.model = before
 
     @rule(src=seq_ids, dst=seq_ids)
     def fork(self, src: int, dst: int) -> None:
@@ -270,18 +278,24 @@ class History(RuleBasedStateMachine):
         tail = [e for e in row if e.position >= stop]
         mode = self.cache.config.shared_shift
 
-        def call() -> None:
-            handle.remove(p0, stop)
-
         if not inside:
-            call()
-        elif self.refused(WindowLost, call):
-            assert not all(window.is_full for window in self.model.windows)
+            handle.remove(p0, stop)
+            return
+        kept = [Entry(e.position - length * (e in tail), e.number, e.token) for e in row if e not in inside]
+        lost = self.lost_numbers(seq)
+        following = max((e.position for e in kept), default=-1) + 1
+        if any(e.number in lost[g] and sees(w, e.position, following) for g, w in enumerate(self.model.windows) for e in kept):
+            assert self.refused(WindowLost, lambda: handle.remove(p0, stop))
         elif mode == "error" and any(self.model.is_shared(seq, e.number, -1) for e in tail):
-            assert self.refused(ShiftError, call)
-        elif not self.refused(CacheFull, call):
+            assert self.refused(ShiftError, lambda: handle.remove(p0, stop))
+        elif not self.refused(CacheFull, lambda: handle.remove(p0, stop)):
             self.model.seq_rm(seq, p0, stop)
             self.model.shifted(seq, stop, -1, lambda p: p - length, mode == "move")
+
+    def lost_numbers(self, seq: int) -> list[set[int]]:
+        """Per group the entries of a sequence without a cell."""
+        columns = [self.cache.cells.column(g, seq).tolist() for g in range(len(self.model.windows))]
+        return [{e.number for e, cell in zip(self.model.row(seq), column, strict=True) if cell < 0} for column in columns]
 
     @rule(seqs=st.permutations(range(NUM_SEQS)), sources=st.lists(seq_ids, min_size=1, max_size=NUM_SEQS))
     def reorder(self, seqs: list[int], sources: list[int]) -> None:
@@ -324,10 +338,12 @@ class History(RuleBasedStateMachine):
         file = io.BytesIO()
         self.cache.save(file)
         file.seek(0)
-        if extra > 5:
-            self.cache.clear()
-        else:
-            self.cache = self.made(num_cells=self.num_cells + extra, v_layout=layout, placement=placement)
+        other = self.made(num_cells=self.num_cells + extra, v_layout=layout, placement=placement) if extra else self.cache
+        if any(mine.num_used > its.num_cells for mine, its in zip(self.cache.cells.groups, other.cells.groups, strict=True)):
+            with pytest.raises(CacheFull, match="the file holds"):
+                other.load(file)
+            return
+        self.cache = other
         self.cache.load(file)
 
 
@@ -344,8 +360,8 @@ HISTORIES: dict[str, tuple[tuple[Window, ...], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-@pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_histories_equal_plain_lists(name: str, examples: int) -> None:
     windows, num_cells, options = HISTORIES[name]
     machine = type("History", (History,), {"windows": windows, "num_cells": num_cells, "settings_": options})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))

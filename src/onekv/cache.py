@@ -455,6 +455,9 @@ class KVCache:
                 raise StateError(f"the file holds sequence {row.seq}; ids of this cache are in [0, {self.config.max_seqs})")
             if self.config.vocab_size is not None and row.tokens.max(initial=-1) >= self.config.vocab_size:
                 raise StateError(f"the file holds token id {row.tokens.max()}; the vocabulary has {self.config.vocab_size}")
+        for i in self.store.physical:  # converted before the first change, because memory may run out
+            state.keys[i] = state.keys[i].to(self.store.device, self.store.k_dtype)
+            state.values[i] = state.values[i].to(self.store.device, self.store.v_dtype)
         return self._load_whole(state) if number is None else self._load_sequence(state, number)
 
     def _load_whole(self, state: files.State) -> int:

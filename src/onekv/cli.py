@@ -23,7 +23,7 @@ from onekv.engine.decode import Running, decode
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
-from onekv.models.pull import pull as fetch
+from onekv.models.pull import NAMED_MODELS, pull as fetch
 from onekv.storage import layer_groups
 
 app = typer.Typer(
@@ -54,9 +54,12 @@ def _fail(message: str) -> NoReturn:
 
 
 @app.command()
-def pull(name: Annotated[str, typer.Argument(help="Name of a model onekv knows where to fetch.")]) -> None:
+def pull(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(NAMED_MODELS)}.")],
+    accept_license: Annotated[bool, typer.Option("--accept-license", help="Agree to the licence, for models that ask.")] = False,
+) -> None:
     """Fetch a model into the model cache."""
-    print(fetch(name))
+    print(fetch(name, accept_license=accept_license))
 
 
 @app.command()
@@ -322,3 +325,7 @@ def _show_cells(cache: KVCache) -> None:
             f"{(used + saved) / 1e6:.1f} MB, {saved / 1e6:.1f} MB saved",
             style="bold",
         )
+
+
+if __name__ == "__main__":
+    main()

@@ -41,6 +41,7 @@ Target = str | os.PathLike[str] | BinaryIO
 Progress = Callable[[int, int], object]  # bytes done, bytes in all
 
 VERSION: Final = 1
+_FIELDS: Final = frozenset({"version", "whole", "fingerprint", "layers", "sequences"})
 _DIGEST: Final = "sha256"
 _ZEROS: Final = "0" * 64
 _MAX_HEADER: Final = 100_000_000  # safetensors' own limit
@@ -256,6 +257,8 @@ def _header_json(text: bytes) -> dict[str, Any]:
 
 def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
     """Rebuild and check a state; what is missing or of a wrong type raises anything that `_parse` turns into a StateError."""
+    if set(described) != _FIELDS:
+        raise StateError(f"the file's description has the fields {sorted(described)}, expected {sorted(_FIELDS)}")
     layers = tuple(_layer(entry) for entry in described["layers"])
     windows, group_of = layer_groups(layers)
     whole, seqs = described["whole"], described["sequences"]

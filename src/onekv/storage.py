@@ -48,6 +48,10 @@ class Rope:
         if self.offset < 0:
             raise ConfigError(f"Rope offset must not be negative, got {self.offset}")
 
+    def __repr__(self) -> str:
+        span = f"{self.inv_freq[0]:.4g} to {self.inv_freq[-1]:.4g}"
+        return f"Rope({len(self.inv_freq)} pairs from {span}, {self.layout!r}, offset={self.offset}, part={self.part!r})"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

