@@ -207,7 +207,7 @@ class KVCache:
 
         False only where a window has given up cells: then remove the tail back to a position for which it is true.
         """
-        return self.cells.can_continue_at(self._seq(seq), int(pos))
+        return self.cells.can_continue_at(self._seq(seq), _integer("pos", pos))
 
     # --- shifting positions -----------------------------------------------------------------------------------------------------
 
