@@ -2,8 +2,8 @@
 
     python examples/edit_context.py
 
-Prints, for both modes, how long the edit took and how far the model's next-token distribution is from the one it would have had if the tool's
-result had never been there (Kullback-Leibler divergence, nats; and whether the likeliest token is the same).
+Prints, for both modes, how long the edit took and how far the model's next-token distribution is from the one it would have had if the
+tool's result had never been there (Kullback-Leibler divergence, nats; and whether the likeliest token is the same).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import os
 # Tiny tensors: a second thread costs more than it gives. Set before torch is imported, and inherited by the processes tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, settings
 
 # No deadline: the first call of a compiled loop takes seconds. Derandomized: a run that passed passes again.
 settings.register_profile("onekv", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

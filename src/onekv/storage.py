@@ -38,6 +38,8 @@ class Rope:
     part: Literal["key", "value"] = "key"
 
     def __post_init__(self) -> None:
+        if any(isinstance(f, str) for f in self.inv_freq):
+            raise ConfigError(f"Rope.inv_freq holds angles, got {self.inv_freq!r}")
         object.__setattr__(self, "inv_freq", tuple(float(f) for f in self.inv_freq))
         if not self.inv_freq:
             raise ConfigError("Rope needs at least one frequency; a layer that is not rotated has rope=None")
