@@ -840,7 +840,9 @@ class ContextShift:
 
     def __post_init__(self) -> None:
         for name, value in (("n_keep", self.n_keep), ("n_discard", self.n_discard)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            if value is None and name == "n_discard":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
 
     def make_room(self, seq: Sequence) -> int:
