@@ -8,7 +8,7 @@ model's own list.
 import copy
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,25 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from onekv import BatchError, CacheFull, KVCache, LayerSpec, Rope, Sequence as Handle, ShiftError, Window, WindowLost
 from oracle import Clash, Entry, Oracle, sees
-from tiny import Row, batch_of, state_of
+from tiny import Row, batch_of, state_of, turned
 
 NUM_SEQS, NUM_TOKENS, HEADS, WIDTH = 4, 50, 2, 6
 RNG = torch.Generator().manual_seed(11)
 Q, K, V = (torch.randn(NUM_TOKENS, heads, WIDTH, generator=RNG) for heads in (HEADS, 1, 1))
 ROPES = (Rope((1.0, 0.2)), Rope((0.5,), layout="interleaved", offset=1), None)
-
-
-def turned(vectors: torch.Tensor, positions: Sequence[int], rope: Rope | None) -> torch.Tensor:
-    """Vectors [n, H, D] as a model rotates them at these positions, by complex numbers."""
-    out = vectors.double().clone()
-    pairs = len(rope.inv_freq) if rope else 0
-    for j in range(pairs):
-        a, b = (j, j + pairs) if rope.layout == "half" else (2 * j, 2 * j + 1)
-        a, b = a + rope.offset, b + rope.offset
-        angle = torch.tensor(positions, dtype=torch.float64)[:, None] * rope.inv_freq[j]
-        one, two = out[..., a].clone(), out[..., b].clone()
-        out[..., a], out[..., b] = one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()
-    return out
 
 
 class Model(Oracle):

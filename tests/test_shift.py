@@ -1,7 +1,7 @@
 """Shifts: scenarios of spec 9.2 and 9.4, the three answers to shared cells, pending and interrupted updates."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from tiny import (
     toy_cells,
     toy_keys,
     toy_layer,
+    turned,
 )
 
 START = "0{0} 1{0,1} 2{0,1} 3{0,1} 4{0} . . ."
@@ -316,17 +317,9 @@ ROPES = {
 }
 
 
-def rotated(vectors: torch.Tensor, positions: Any, rope: Rope | None, part: str) -> torch.Tensor:
-    """What a model stores at these positions: a plain rotation of each pair, written with complex numbers."""
-    if rope is None or rope.part != part:
-        return vectors
-    out, pairs = vectors.double().clone(), len(rope.inv_freq)
-    for j, frequency in enumerate(rope.inv_freq):
-        a, b = (j, j + pairs) if rope.layout == "half" else (2 * j, 2 * j + 1)
-        a, b = a + rope.offset, b + rope.offset
-        turned = torch.complex(out[..., a], out[..., b]) * torch.exp(1j * torch.as_tensor(positions).double() * frequency)[:, None]
-        out[..., a], out[..., b] = turned.real, turned.imag
-    return out.float()
+def rotated(vectors: torch.Tensor, positions: Sequence[int], rope: Rope | None, part: str) -> torch.Tensor:
+    """What a layer stores at these positions."""
+    return turned(vectors, positions, rope if rope and rope.part == part else None).float()
 
 
 def roped_cache(**settings: Any) -> tuple[KVCache, torch.Tensor, torch.Tensor]:

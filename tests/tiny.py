@@ -129,6 +129,19 @@ def toy_kv(ubatch: Ubatch) -> tuple[torch.Tensor, torch.Tensor]:
     return toy_keys(ubatch.queries.tolist()), toy_values(tokens.tolist())
 
 
+def turned(vectors: torch.Tensor, positions: Sequence[int], rope: Rope | None) -> torch.Tensor:
+    """Vectors [n, H, D] as a model would rotate them at these positions, float64. The slow twin of `onekv.rope.rotate`."""
+    out = vectors.double().clone()
+    pairs = len(rope.inv_freq) if rope else 0
+    for j in range(pairs):
+        a, b = (j, j + pairs) if rope.layout == "half" else (2 * j, 2 * j + 1)
+        a, b = a + rope.offset, b + rope.offset
+        angle = torch.tensor(positions, dtype=torch.float64)[:, None] * rope.inv_freq[j]
+        one, two = out[..., a].clone(), out[..., b].clone()
+        out[..., a], out[..., b] = one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()
+    return out
+
+
 @dataclass
 class Fed:
     """What happened in one layer while a batch was evaluated.
