@@ -832,6 +832,7 @@ def test_plan_takes_a_batch_and_nothing_else() -> None:
         ({"q": torch.zeros(2, 2)}, "q has shape"),
         ({"q": torch.zeros(2, 3, 2)}, "q has shape"),
         ({"q": torch.zeros(2, 2, 3)}, "q has shape"),
+        ({"q": torch.zeros(2, 0, 2)}, "q has shape"),
         ({"q": torch.zeros(2, 2, 2, dtype=torch.int32)}, "q must be a float tensor"),
         ({"k": torch.zeros(1, 2, 2)}, "k has shape"),
         ({"k": torch.zeros(2, 1, 2)}, "k has shape"),

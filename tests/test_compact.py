@@ -23,6 +23,7 @@ from tiny import (
     same_kv,
     state_of,
     toy,
+    toy_cells,
     toy_keys,
     toy_values,
 )
@@ -138,6 +139,14 @@ def test_compact_moves_windowed_cells_too_and_keeps_what_is_lost_lost() -> None:
     assert (cache.cells.column(1, 0) < 0).tolist() == lost
     assert [cache.can_continue_at(0, p) for p in range(10)] == [twin.can_continue_at(0, p) for p in range(10)]
     assert [fed.outputs for fed in feed_layers(cache, T([9], 0, 9))] == [[4.5], [8.0]]
+
+
+def test_cells_that_move_take_their_pending_shift_along() -> None:
+    cells = toy_cells(6)
+    load_cells(cells, ". 3{0}~2 . 5{0,1}~-1 7{1} .")
+    cells.move(0, *cells.packing_moves(0))
+    cells.check()
+    assert sorted(cells_text(cells).split()) == [".", ".", ".", "3{0}~2", "5{0,1}~-1", "7{1}"]
 
 
 def test_a_plan_made_before_a_compaction_is_stale() -> None:

@@ -159,20 +159,20 @@ def test_spec_P05_cells_keep_their_order_and_lose_their_gaps() -> None:
 
 
 RESTORES = {
-    "P06": ("scattered", ". 1{1} 0{2} . . . . .", 3, "0{3} 1{1} 0{2} 1{3} 2{3} . . ."),
-    "P06-contiguous": ("contiguous", ". 1{1} 0{2} . . . . .", 3, ". 1{1} 0{2} 0{3} 1{3} 2{3} . ."),
-    "P07": ("scattered", ". . 0{2} 1{2} 0{3} . . .", 1, "0{1} 1{1} 0{2} 1{2} 0{3} 2{1} . ."),
-    "P07-contiguous": ("contiguous", ". . 0{2} 1{2} 0{3} . . .", 1, ". . 0{2} 1{2} 0{3} 0{1} 1{1} 2{1}"),
+    "P06": ("scattered", ". 1{1} 0{2} . . . . .", 3, "0{3} 1{1} 0{2} 1{3} 2{3} . . .", 5),
+    "P06-contiguous": ("contiguous", ". 1{1} 0{2} . . . . .", 3, ". 1{1} 0{2} 0{3} 1{3} 2{3} . .", 6),
+    "P07": ("scattered", ". . 0{2} 1{2} 0{3} . . .", 1, "0{1} 1{1} 0{2} 1{2} 0{3} 2{1} . .", 6),
+    "P07-contiguous": ("contiguous", ". . 0{2} 1{2} 0{3} . . .", 1, ". . 0{2} 1{2} 0{3} 0{1} 1{1} 2{1}", 8),
 }
 
 
-@pytest.mark.parametrize(("placement", "before", "seq", "after"), RESTORES.values(), ids=[f"spec_{name}" for name in RESTORES])
-def test_a_sequence_is_loaded_into_the_free_cells(placement: Any, before: str, seq: int, after: str) -> None:
+@pytest.mark.parametrize(("placement", "before", "seq", "after", "head"), RESTORES.values(), ids=[f"spec_{name}" for name in RESTORES])
+def test_a_sequence_is_loaded_into_the_free_cells(placement: Any, before: str, seq: int, after: str, head: int) -> None:
     origin, cache = small(), small(placement=placement)
     load_cells(cache.cells, before)
     others = kv_of(cache, [1, 2])
     assert load(cache, saved(origin, 0), seq) == 3
-    assert cells_text(cache) == after
+    assert (cells_text(cache), head_of(cache)) == (after, head)
     assert same_kv(kv_of(cache, [seq]), kv_of(origin, [0]))
     assert same_kv(kv_of(cache, [1, 2]), others) or seq == 1
 
@@ -664,6 +664,7 @@ HARM: dict[str, Callable[[Description, Tensors], None]] = {
     "two tokens in a cell": put("seqs.0.tokens", 1, 7),
     "cell out of range": put("seqs.0.cells.0", 2, 10**6),
     "cell below -1": put("seqs.0.cells.0", 2, -2),
+    "cell below -1 in a window": put("seqs.0.cells.1", 0, -2),
     "cell twice in a row": put("seqs.0.cells.0", 2, 0),
     "cell lost without a window": both(put("seqs.0.cells.0", 0, -1), put("seqs.1.cells.0", 0, -1)),
     "cell at two positions": put("seqs.1.cells.0", 2, 4),
@@ -778,6 +779,22 @@ def test_case_E06_a_file_of_one_sequence_holds_that_one(sequences: list[int], wh
     description, tensors = contents(saved(cache, 0))
     description |= {"sequences": sequences, "whole": whole}
     assert_quickly_refused(cache, made(description, tensors), 2)
+
+
+ONE_CELL = {
+    "one cell for two entries": ([0, 0], [5, 5], [0, 0]),
+    "an entry without a cell and without a window": ([0, 1], [5, 5], [-1, 0]),
+}
+
+
+@pytest.mark.parametrize(("positions", "tokens", "cells"), ONE_CELL.values(), ids=list(ONE_CELL))
+def test_case_E06_two_entries_need_two_cells(positions: list[int], tokens: list[int], cells: list[int]) -> None:
+    cache = toy(4, max_seqs=2)
+    feed(cache, T([5], 0, 0))
+    description, tensors = contents(saved(cache, 0))
+    row = {"positions": positions, "tokens": tokens, "cells.0": cells}
+    tensors |= {f"seqs.0.{name}": torch.tensor(values, dtype=torch.int32) for name, values in row.items()}
+    assert_quickly_refused(cache, made(description, tensors), 1)
 
 
 def tensor_header(**changed: Any) -> dict[str, Any]:

@@ -128,6 +128,12 @@ def test_widths_and_heads_are_positive_integers(name: str, value: Any) -> None:
         LayerSpec(**{"num_kv_heads": 2, "head_dim": 4, name: value})
 
 
+@pytest.mark.parametrize("value", [None, 512, "sliding", Window])
+def test_a_layers_window_is_a_window(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"LayerSpec\.window must be a Window"):
+        LayerSpec(2, 4, window=value)
+
+
 @pytest.mark.parametrize(
     ("second", "message"),
     [

@@ -28,7 +28,7 @@ from onekv.errors import (
 from onekv.storage import LayerSpec, Rope
 
 if TYPE_CHECKING:
-    from onekv.models import Model, cache_for, load_model
+    from onekv.models import Model, as_cache, cache_for, detach, load_model
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,9 @@ __all__ = [
     "UnsupportedModel",
     "Window",
     "WindowLost",
+    "as_cache",
     "cache_for",
+    "detach",
     "load_model",
 ]
 
@@ -64,7 +66,7 @@ for _name in _DEBUG.get(os.environ.get("ONEKV_DEBUG", ""), ()):
     logging.getLogger(_name).setLevel(logging.DEBUG)
     logging.getLogger(_name).addHandler(logging.StreamHandler())
 
-_LATE = {"Model": "onekv.models", "cache_for": "onekv.models", "load_model": "onekv.models"}
+_LATE = dict.fromkeys(("Model", "as_cache", "cache_for", "detach", "load_model"), "onekv.models")
 
 
 def __getattr__(name: str) -> Any:

@@ -1025,7 +1025,7 @@ class Step:
         if (k is None) != (v is None):
             raise ConfigError("attend takes both k and v, or neither")
         spec, rows = cache.layers[layer], len(self.ubatch)
-        if q.ndim != 3 or q.shape[0] != rows or q.shape[2] != spec.head_dim or q.shape[1] % spec.num_kv_heads:
+        if q.ndim != 3 or q.shape[0] != rows or q.shape[2] != spec.head_dim or not q.shape[1] or q.shape[1] % spec.num_kv_heads:
             expected = f"[{rows}, a multiple of {spec.num_kv_heads}, {spec.head_dim}]"
             raise ConfigError(f"layer {layer}: q has shape {tuple(q.shape)}, expected [T, H, D] = {expected}")
         if not q.is_floating_point():

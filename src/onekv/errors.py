@@ -27,7 +27,8 @@ class BatchError(OneKVError, ValueError):
 
         row:     index of the offending row in the batch
         seq:     sequence id
-        stored:  the position the cache holds (the sequence's largest), -1 if the sequence is empty
+        stored:  the position the given one does not go with: the largest (or the clashing one) the cache holds of the sequence, the
+                 missing one where there is a hole, the one before it in the batch where positions repeat or fall
         given:   the position, token or id that came
     """
 

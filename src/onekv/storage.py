@@ -82,6 +82,8 @@ class LayerSpec:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"LayerSpec.{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.window, Window):
+            raise ConfigError(f"LayerSpec.window must be a Window, such as Window.sliding(512), got {self.window!r}")
         if self.rope is not None:
             width = self.head_dim if self.rope.part == "key" else self.v_dim
             if self.rope.offset + 2 * len(self.rope.inv_freq) > width:

@@ -32,6 +32,11 @@ def test_windows_are_compared_by_rule_and_size() -> None:
         Window(4, 1)
 
 
+def test_a_full_window_has_no_size() -> None:
+    with pytest.raises(ConfigError, match="a full window has no size, got 5"):
+        Window(0, 5)
+
+
 VISIBLE = {
     # spec M02, M03, M04: one row per query 0, 1, ..., not causal unless said
     "M02": (Window.sliding(2), False, "xxxxx xxxxx -xxxx --xxx ---xx"),

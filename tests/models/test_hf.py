@@ -7,116 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from onekv import Batch, BatchError, CacheFull, ConfigError, KVCache, LayerSpec, OneKVError, UnsupportedModel, Window
 from onekv.models import Model, cache_for, gguf, hooks, load_model
+from packed import alone, scatter_free_cells, together
 
 Tiny = Callable[..., PreTrainedModel]
 Tokens = Callable[..., list[list[int]]]
-Logits = dict[int, list[torch.Tensor]]
 
 SLIDING, FULL = Window.sliding(7), Window.full()
-WINDOWS = {
-    "llama": [FULL] * 4,
-    "qwen3": [FULL] * 4,
-    "mistral": [FULL] * 4,
-    "mistral_wide": [Window.sliding(4096)] * 4,
-    "mistral_sliding": [SLIDING] * 4,
-    "gpt2": [FULL] * 3,
-    "gpt_neox": [FULL] * 4,
-    "qwen2_half_sliding": [FULL, FULL, SLIDING, SLIDING],
-    "qwen2_moe": [SLIDING, FULL, FULL, FULL],
-    "phimoe": [SLIDING] * 4,
-    "gemma2": [SLIDING, FULL] * 2,
-    "gemma3n": [SLIDING, FULL] * 2,
-    "gpt_oss": [SLIDING, FULL] * 2,
-    "llama4": [Window.chunked(7)] * 3 + [FULL],
-}
-
-
-def alone(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """Logits of every token, by transformers alone. [T, V]"""
-    with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0].float()
-
-
-def scatter_free_cells(model: Model, cache: KVCache, seq: int) -> None:
-    """Fill the buffer with one sequence, then leave a few of its positions, so that free cells lie apart."""
-    cells = cache.num_cells
-    for step in cache.plan(Batch(np.full(cells, 5), seqs=seq), max_ubatch=64):
-        with step:
-            model.forward(step)
-    rng = np.random.default_rng(0)
-    kept = set(rng.choice(cells, 24, replace=False).tolist())
-    for position in range(cells):
-        if position not in kept:
-            cache.seq_rm(seq, position, position + 1)
-
-
-def feed(model: Model, cache: KVCache, rows: list[tuple[int, int]], into: Logits) -> None:
-    """Evaluate rows (sequence, token) in ubatches of 5, all logits wanted; at least one ubatch is cut and its cells lie apart."""
-    plan = cache.plan(Batch([t for _, t in rows], seqs=[s for s, _ in rows], outputs="all"), max_ubatch=5)
-    assert len(plan) > 1
-    assert any((np.diff(step.slots(0)) != 1).any() for step in plan)
-    for step in plan:
-        with step:
-            logits = model.forward(step)
-        assert logits.dtype == torch.float32
-        for row, values in zip(step.ubatch.rows, logits, strict=True):
-            into.setdefault(rows[row][0], []).append(values)
-
-
-def interleaved(rests: dict[int, list[int]]) -> list[tuple[int, int]]:
-    """Rows of several sequences in random order; each sequence's own tokens stay in order."""
-    order = np.random.default_rng(0).permutation([s for s, rest in rests.items() for _ in rest])
-    rest = {s: iter(tokens) for s, tokens in rests.items()}
-    return [(int(s), next(rest[s])) for s in order]
-
-
-def together(model: Model, cache: KVCache, prompts: list[list[int]], shared: int) -> list[torch.Tensor]:
-    """Logits of every token of every prompt, from one buffer: the shared prefix once, the rest interleaved. [T, V] each."""
-    logits: Logits = {}
-    feed(model, cache, [(0, t) for t in prompts[0][:shared]], logits)
-    for seq in range(1, len(prompts)):
-        cache.seq_cp(0, seq)
-        logits[seq] = list(logits[0])
-    feed(model, cache, interleaved({s: p[shared:] for s, p in enumerate(prompts)}), logits)
-    cache.check()
-    return [torch.stack(logits[s]) for s in range(len(prompts))]
-
-
-@pytest.mark.parametrize("family", list(WINDOWS))
-def test_interleaved_chunked_sequences_sharing_a_prefix_equal_each_alone(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
-    stock, model = tiny(family), Model(tiny(family))
-    cache = cache_for(model, num_cells=192, max_seqs=8)
-    scatter_free_cells(model, cache, seq=7)
-    prompts = tokens_of((31, 26, 17), shared=9)
-    for prompt, got in zip(prompts, together(model, cache, prompts, shared=9), strict=True):
-        expected = alone(stock, prompt)
-        assert expected.abs().max() > 0.2
-        assert (got - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("family", list(WINDOWS))
-def test_layers_windows_and_sharing_are_read_from_the_running_model(family: str, tiny: Tiny) -> None:
-    model = Model(tiny(family))
-    assert [spec.window for spec in model.layers] == WINDOWS[family]
-    assert [spec.source for spec in model.layers] == ([None, None, 0, 1] if family == "gemma3n" else [None] * len(model.layers))
-    heads = 4 if family in ("gpt2", "gpt_neox") else 2
-    assert {(spec.num_kv_heads, spec.head_dim, spec.v_dim) for spec in model.layers} == {(heads, 8, 8)}
-
-
-@pytest.mark.parametrize("family", ["mistral_sliding", "llama4", "gemma2"])
-def test_these_prompts_can_tell_a_window_from_none(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
-    """The negative control: the same weights without their window differ by far more than the tolerance."""
-    (prompt,) = tokens_of((31,))
-    size = "attention_chunk_size" if family == "llama4" else "sliding_window"
-    wide = tiny(family, **{size: 4096})
-    assert (alone(tiny(family), prompt) - alone(wide, prompt)).abs().max() > 0.05
 
 
 def test_greedy_generation_equals_transformers_own(tiny: Tiny, tokens_of: Tokens) -> None:
@@ -275,24 +177,6 @@ def test_a_training_model_is_put_into_evaluation_and_refused_with_dropout(tiny: 
 
 
 # --- refused by name ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "reason"),
-    [
-        ("bloom", "BloomForCausalLM: 0 calls of the attention hook for 2 layers"),
-        ("dynamic", "LlamaForCausalLM: model.rotary_emb .* 'dynamic'"),
-        ("longrope", "Phi3ForCausalLM: model.rotary_emb .* 'longrope'"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM, layer 0: .*keys or values that no layer stored"),
-        ("diffllama", "DiffLlamaForCausalLM, layer 0: .*keys or values that no layer stored"),
-        ("doge", "DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
-        ("falcon_h1", "FalconH1ForCausalLM does not run through the cache hooks"),
-        ("recurrent_gemma", r"RecurrentGemmaForCausalLM: 1 calls .* for 4 layers.*\[0, 1, 3\]"),
-    ],
-)
-def test_a_family_that_cannot_be_served_exactly_is_refused_by_name(family: str, reason: str, tiny: Tiny) -> None:
-    with pytest.raises(UnsupportedModel, match=reason):
-        cache_for(tiny(family), num_cells=8)
 
 
 def test_an_unknown_keyword_of_attention_is_refused_and_named(tiny: Tiny) -> None:

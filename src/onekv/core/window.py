@@ -41,6 +41,8 @@ class Window:
     def __post_init__(self) -> None:
         if self.kind not in (FULL, SLIDING, CHUNKED, SYMMETRIC):
             raise ConfigError(f"unknown window kind {self.kind!r}; use Window.full(), .sliding(n), .chunked(n) or .symmetric(n)")
+        if self.kind == FULL and self.size != 0:
+            raise ConfigError(f"a full window has no size, got {self.size!r}; use Window.full()")
         if self.kind != FULL and (isinstance(self.size, bool) or not isinstance(self.size, int) or not 1 <= self.size < 2**31):
             raise ConfigError(f"a {_NAMES[self.kind]} window needs a size of at least 1 position, got {self.size!r}")
 

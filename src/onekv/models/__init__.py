@@ -1,6 +1,7 @@
 """Models: the only room that knows transformers.
 
-`pull` and `gguf` bring weights to disk, `text` turns text into tokens, `hooks` and `probe` meet transformers' code, `hf` runs the model.
+`pull` and `gguf` bring weights to disk, `text` turns text into tokens, `hooks` and `probe` meet transformers' code, `hf` runs the model,
+`hf_cache` lets transformers' own `generate` run it.
 Names are loaded at their first use: fetching a model needs no transformers.
 """
 
@@ -10,12 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onekv.models.hf import Model, cache_for, load_model
+    from onekv.models.hf import Model, load_model
+    from onekv.models.hf_cache import as_cache, cache_for, detach
     from onekv.models.text import Text, TextStream
 
-__all__ = ["Model", "Text", "TextStream", "cache_for", "load_model"]
+__all__ = ["Model", "Text", "TextStream", "as_cache", "cache_for", "detach", "load_model"]
 
-_FILE_OF = {"Model": "hf", "Text": "text", "TextStream": "text", "cache_for": "hf", "load_model": "hf"}
+_FILE_OF = {
+    "Model": "hf",
+    "Text": "text",
+    "TextStream": "text",
+    "as_cache": "hf_cache",
+    "cache_for": "hf_cache",
+    "detach": "hf_cache",
+    "load_model": "hf",
+}
 
 
 def __getattr__(name: str) -> Any:

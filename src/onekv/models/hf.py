@@ -291,25 +291,6 @@ class _StepSink:
             raise UnsupportedModel(f"{self._model}: layers {wrong} did not attend exactly once")
 
 
-def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -> KVCache:
-    """A cache with the layers, windows and sharing of a model.
-
-    Args:
-        model:     a Model or a transformers model
-        num_cells: as for `KVCache`
-        settings:  anything else `KVCache` takes; device, vocab_size and fingerprint come from the model unless given here
-    Raises:
-        UnsupportedModel: names the part of the model that cannot be served exactly.
-        ConfigError: a setting that cannot work.
-    Cost: three forwards of two or three rows if the model was not probed yet.
-    """
-    mine = model if isinstance(model, Model) else Model(model)
-    known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
-    if "fingerprint" not in settings:
-        known["fingerprint"] = mine.fingerprint
-    return KVCache(mine.layers, num_cells, **(known | settings))
-
-
 def load_model(
     name_or_path: str | Path, *, weights: str = "auto", deterministic: bool = False, device: str | torch.device = "cpu"
 ) -> Model:

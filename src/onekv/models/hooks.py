@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
+from onekv.models.rotary import Pin, pinned
 
 NAME: Final = "onekv"
 _FAR: Final = 1 << 30  # a position beyond every window; rules are evaluated there, nothing of that size is built
@@ -278,9 +279,13 @@ class Hooked:
         model: any causal language model; its weights and code are not touched
     Raises:
         UnsupportedModel: its forward takes no cache.
+
+    Attributes:
+        pins: rotary frequencies that hold during a run
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.pins: list[Pin] = []
         self.model = model
         self.name = type(model).__name__
         self.masks = MaskRules()
@@ -310,7 +315,8 @@ class Hooked:
         try:
             for config in self._configs:
                 config._attn_implementation_internal = NAME
-            yield running.cache
+            with pinned(self.pins):
+                yield running.cache
         finally:
             for config, was in previous:
                 config._attn_implementation_internal = was

@@ -18,11 +18,9 @@ from torch import Tensor
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
 from onekv.models.hooks import Hooked, Pass
-from onekv.models.rotary import NoRotation, frequencies_of, rope_of
+from onekv.models.rotary import NoRotation, frequencies_of, pinned, pins_of, rope_of
 from onekv.storage import LayerSpec
 
-# Frequencies of these depend on the largest position in the forward, so one sequence would change another's keys.
-_BATCH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 _ROPE_POSITIONS: Final = (3, 8, 21)
 
 
@@ -65,7 +63,7 @@ def read_layers(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[La
         UnsupportedModel: names the model and what about it cannot be served exactly.
     Cost: two forwards of two rows.
     """
-    _check_rope(hooked)
+    hooked.pins = pins_of(hooked.model, max_positions)
     farthest = max_positions - 1
     near, far = sorted((min(3, farthest), min(5, farthest)))
     # The second row is the same both times. Only attention, which answers zeros here, may carry anything over from the first.
@@ -93,7 +91,9 @@ def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) 
     if len(positions) < 2:
         return tuple(layers), f"its context of {max_positions} positions is too short to see how keys turn"
     seen = _watch(hooked, [1] * len(positions), positions)
-    frequencies = frequencies_of(hooked.model, hooked.model.config.get_text_config(decoder=True))
+    widths = {width for layer in layers for width in (layer.head_dim, layer.v_dim)}
+    with pinned(hooked.pins):
+        frequencies = frequencies_of(hooked.model, hooked.model.config.get_text_config(decoder=True), widths)
     turned = []
     for i, layer in enumerate(layers):
         if layer.source is not None:
@@ -104,17 +104,6 @@ def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) 
         except NoRotation as error:
             return tuple(layers), f"{hooked.name}: {error}"
     return tuple(turned), None
-
-
-def _check_rope(hooked: Hooked) -> None:
-    for name, module in hooked.model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if kind in _BATCH_DEPENDENT_ROPE:
-                raise UnsupportedModel(
-                    f"{hooked.name}: {name} scales its rotary frequencies by the largest position in the batch (rope_type {kind!r}), "
-                    "so that one sequence would change another's keys"
-                )
 
 
 def _watch(hooked: Hooked, tokens: list[int], positions: list[int]) -> _Watcher:

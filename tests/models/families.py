@@ -1,0 +1,335 @@
+"""Model families as data: a tiny config of each, and what is expected of it. docs/models.md is generated from this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from onekv import Window
+
+VOCAB: Final = 97
+_SIZE: Final = 7
+_FULL, _SLIDING, _CHUNKED = Window.full(), Window.sliding(_SIZE), Window.chunked(_SIZE)
+
+_PLAIN: Final[dict[str, Any]] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED: Final = {**_PLAIN, "num_key_value_heads": 2}
+_OWN_WIDTH: Final = {**_GROUPED, "head_dim": 8}
+_GPT: Final = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: Final = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED_MOE: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_WINDOWED: Final = {"sliding_window": _SIZE}
+_HALF_WINDOWED: Final = {"use_sliding_window": True, "sliding_window": _SIZE, "max_window_layers": 2}
+_THREE_TO_ONE: Final = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": _SIZE}
+_ONE_TO_ONE: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": _SIZE}
+_LEARNED: Final = "layer 0 stores keys and values that depend on position"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family, or one variant of it.
+
+    Attributes:
+        model_type: transformers' name
+        config:     settings of a tiny model
+        windows:    expected window of every layer
+        sources:    expected layer whose keys each layer reads, where not its own
+        no_shift:   pattern of why its keys cannot be moved; None: they can, exactly
+        refused:    pattern of why it cannot be served at all; None: it can
+        is_pinned:  transformers alone would use other frequencies for short sequences than for long ones; onekv those of long ones
+        notes:      what a reader of docs/models.md should know
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    windows: tuple[Window, ...] = (_FULL,) * 4
+    sources: tuple[int | None, ...] = (None,) * 4
+    no_shift: str | None = None
+    refused: str | None = None
+    is_pinned: bool = False
+    notes: str = ""
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "llama": Family("llama", _GROUPED),
+    "llama_llama3": Family(
+        "llama",
+        {
+            **_GROUPED,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "rope_theta": 500000.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        notes="scaled frequencies of Llama 3.1",
+    ),
+    "llama_yarn": Family(
+        "llama",
+        {
+            **_GROUPED,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+        },
+        notes="YaRN frequencies",
+    ),
+    "qwen2": Family("qwen2", _GROUPED),
+    "qwen2_half_sliding": Family("qwen2", {**_GROUPED, **_HALF_WINDOWED}, (_FULL, _FULL, _SLIDING, _SLIDING)),
+    "qwen3": Family("qwen3", _OWN_WIDTH),
+    "mistral": Family("mistral", {**_OWN_WIDTH, "sliding_window": None}),
+    "mistral_wide": Family(
+        "mistral", {**_OWN_WIDTH, "sliding_window": 4096}, (Window.sliding(4096),) * 4, notes="window above the context"
+    ),
+    "mistral_sliding": Family("mistral", {**_OWN_WIDTH, **_WINDOWED}, (_SLIDING,) * 4),
+    "ministral": Family("ministral", {**_OWN_WIDTH, **_THREE_TO_ONE}, (_SLIDING, _SLIDING, _SLIDING, _FULL)),
+    "phi": Family("phi", {**_PLAIN, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3": Family("phi3", {**_GROUPED, **_WINDOWED}, (_SLIDING,) * 4),
+    "gemma": Family("gemma", _OWN_WIDTH),
+    "gemma2": Family("gemma2", {**_OWN_WIDTH, **_WINDOWED, "query_pre_attn_scalar": 8}, (_SLIDING, _FULL) * 2, notes="soft-capped scores"),
+    "gemma3": Family(
+        "gemma3_text",
+        {**_OWN_WIDTH, **_THREE_TO_ONE, "query_pre_attn_scalar": 8},
+        (_SLIDING, _SLIDING, _SLIDING, _FULL),
+        notes="own frequencies for each kind of layer",
+    ),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            **_OWN_WIDTH,
+            **_ONE_TO_ONE,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "intermediate_size": [48] * 4,
+        },
+        (_SLIDING, _FULL) * 2,
+        (None, None, 0, 1),
+        notes="own frequencies for each kind of layer",
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        {
+            **_OWN_WIDTH,
+            **_ONE_TO_ONE,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+        },
+        (_SLIDING, _FULL) * 2,
+        (None, None, 0, 1),
+        notes="own head width and frequencies for each kind of layer",
+    ),
+    "gpt_oss": Family("gpt_oss", {**_OWN_WIDTH, **_MOE, **_WINDOWED}, (_SLIDING, _FULL) * 2, notes="attention sinks; experts"),
+    "gpt_neox": Family("gpt_neox", _PLAIN),
+    "gpt2": Family("gpt2", _GPT, (_FULL,) * 3, (None,) * 3, no_shift=_LEARNED),
+    "gptj": Family("gptj", {**_GPT, "rotary_dim": 4}, (_FULL,) * 3, (None,) * 3),
+    "gpt_bigcode": Family("gpt_bigcode", _GPT, (_FULL,) * 3, (None,) * 3, no_shift=_LEARNED, notes="one key head"),
+    "opt": Family("opt", {**_PLAIN, "ffn_dim": 48, "word_embed_proj_dim": 32}, no_shift=_LEARNED),
+    "biogpt": Family("biogpt", _PLAIN, no_shift=_LEARNED),
+    "starcoder2": Family("starcoder2", {**_GROUPED, **_WINDOWED}, (_SLIDING,) * 4),
+    "stablelm": Family(
+        "stablelm", {**_GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+    ),
+    "cohere": Family("cohere", _GROUPED),
+    "cohere2": Family("cohere2", {**_GROUPED, **_THREE_TO_ONE}, (_SLIDING, _SLIDING, _SLIDING, _FULL), notes="full layers are not rotated"),
+    "olmo": Family("olmo", _GROUPED),
+    "olmo2": Family("olmo2", _GROUPED),
+    "olmo3": Family("olmo3", {**_GROUPED, **_THREE_TO_ONE}, (_SLIDING, _SLIDING, _SLIDING, _FULL)),
+    "granite": Family("granite", {**_GROUPED, "attention_multiplier": 0.3}),
+    "glm4": Family("glm4", _OWN_WIDTH),
+    "nemotron": Family("nemotron", _OWN_WIDTH),
+    "smollm3": Family("smollm3", _GROUPED, notes="some layers are not rotated"),
+    "exaone4": Family("exaone4", {**_GROUPED, **_THREE_TO_ONE}, (_SLIDING, _SLIDING, _SLIDING, _FULL), notes="full layers are not rotated"),
+    "persimmon": Family("persimmon", _PLAIN),
+    "mixtral": Family("mixtral", {**_GROUPED, **_MOE, **_WINDOWED}, (_SLIDING,) * 4, notes="experts"),
+    "qwen2_moe": Family("qwen2_moe", {**_GROUPED, **_HALF_WINDOWED, **_SHARED_MOE}, (_SLIDING, _FULL, _FULL, _FULL), notes="experts"),
+    "qwen3_moe": Family(
+        "qwen3_moe",
+        {**_OWN_WIDTH, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        notes="experts",
+    ),
+    "phimoe": Family("phimoe", {**_GROUPED, **_MOE, **_WINDOWED}, (_SLIDING,) * 4, notes="experts"),
+    "olmoe": Family("olmoe", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}, notes="experts"),
+    "granitemoe": Family("granitemoe", {**_GROUPED, **_MOE, "attention_multiplier": 0.3}, notes="experts"),
+    "llama4": Family(
+        "llama4_text",
+        {
+            **_OWN_WIDTH,
+            "attention_chunk_size": _SIZE,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            # Small, so that the temperature of the layers without rotation changes within a short test.
+            "floor_scale": 8,
+            "attn_scale": 0.3,
+        },
+        (_CHUNKED, _CHUNKED, _CHUNKED, _FULL),
+        notes="experts; full layers are not rotated, their queries are scaled by position",
+    ),
+    "llama_dynamic": Family(
+        "llama",
+        {**_GROUPED, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+        notes="dynamic NTK frequencies, pinned for the context",
+    ),
+    "phi3_longrope": Family(
+        "phi3",
+        {
+            **_GROUPED,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        is_pinned=True,
+        notes="LongRoPE frequencies, pinned for the context: the long factors for short sequences too",
+    ),
+    # --- refused, by name -----------------------------------------------------------------------------------------------------------
+    "phimoe_longrope": Family(
+        "phimoe",
+        {
+            **_GROUPED,
+            **_MOE,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "short_mscale": 1.2,
+                "long_mscale": 1.5,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        refused="PhimoeForCausalLM",
+    ),
+    "falcon": Family("falcon", {**_PLAIN, "new_decoder_architecture": False}, refused="FalconForCausalLM"),
+    "xglm": Family(
+        "xglm",
+        {"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 256},
+        refused="XGLMForCausalLM",
+    ),
+    "bloom": Family(
+        "bloom",
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+        refused="BloomForCausalLM: 0 calls of the attention hook for 2 layers",
+    ),
+    "mpt": Family("mpt", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, refused="MptForCausalLM"),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": _SIZE,
+            "max_position_embeddings": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        refused="GPTNeoForCausalLM",
+    ),
+    "deepseek_v2": Family(
+        "deepseek_v2",
+        {
+            **_PLAIN,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        refused="DeepseekV2ForCausalLM, layer 0: .*keys or values that no layer stored",
+    ),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {
+            **_PLAIN,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        refused="DeepseekV3ForCausalLM, layer 0: .*keys or values that no layer stored",
+    ),
+    "diffllama": Family("diffllama", _GROUPED, refused="DiffLlamaForCausalLM, layer 0: .*keys or values that no layer stored"),
+    "doge": Family("doge", _GROUPED, refused="DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
+    "falcon_h1": Family("falcon_h1", _GROUPED, refused="FalconH1ForCausalLM does not run through the cache hooks"),
+    "lfm2": Family("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2}, refused="Lfm2ForCausalLM"),
+    "recurrent_gemma": Family("recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: 1 calls .* for 4 layers.*\[0, 1, 3\]"),
+    "mamba": Family("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, refused="MambaForCausalLM"),
+    "bart": Family(
+        "bart",
+        {
+            "vocab_size": VOCAB,
+            "d_model": 32,
+            "encoder_layers": 2,  # transformers counts these as the layers
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 256,
+            "is_encoder_decoder": False,
+            "is_decoder": True,
+        },
+        refused="BartForCausalLM.forward takes no position_ids",
+    ),
+}
+SERVED: Final = [name for name, family in FAMILIES.items() if family.refused is None]
+REFUSED: Final = [name for name, family in FAMILIES.items() if family.refused is not None]
+
+
+def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, the same every time, with weights large enough for attention to matter."""
+    family = FAMILIES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **{**family.config, **changes})).eval()
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, 0.15, generator=generator)
+    return model

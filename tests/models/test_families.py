@@ -1,0 +1,205 @@
+"""Every family of the table: packed rows equal each sequence alone, and the probe finds what the table says. One line a family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+import report
+from families import FAMILIES, REFUSED, SERVED, tiny_model
+from onekv import Batch, ShiftError, Step, UnsupportedModel, Window
+from onekv.models import Model, cache_for, hooks, probe
+from packed import alone, scatter_free_cells, together
+
+TOLERANCE = 1e-5
+
+
+def settle(stock: PreTrainedModel) -> None:
+    """Let transformers choose its frequencies for a long sequence, and keep them."""
+    rotary = stock.model.rotary_emb
+    short = rotary.inv_freq.clone()
+    with torch.inference_mode():
+        stock(torch.tensor([[5]]), position_ids=torch.tensor([[200]]))
+    assert not torch.allclose(short, rotary.inv_freq)
+    rotary.rope_type = "default"
+
+
+def difference(name: str, tokens_of: Any) -> float:
+    """The largest difference between logits packed and alone, relative to the largest logit: three sequences that share a prefix, their
+    rows interleaved, in cells that lie apart."""
+    stock, model = tiny_model(name), Model(tiny_model(name))
+    if FAMILIES[name].is_pinned:
+        settle(stock)
+    cache = cache_for(model, num_cells=192, max_seqs=8)
+    scatter_free_cells(model, cache, seq=7)
+    prompts = tokens_of((31, 26, 17), shared=9)
+    worst = 0.0
+    for prompt, got in zip(prompts, together(model, cache, prompts, shared=9), strict=True):
+        expected = alone(stock, prompt)
+        assert expected.abs().max() > 0.1
+        worst = max(worst, float((got - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_interleaved_sequences_sharing_a_prefix_equal_each_alone(name: str, tokens_of: Any) -> None:
+    assert difference(name, tokens_of) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_windows_sharing_and_shift_are_found_as_the_table_says(name: str) -> None:
+    """Layer 0's keys depend on token and position alone, so moving them must give exactly what feeding there gives."""
+    family, model = FAMILIES[name], Model(tiny_model(name))
+    assert tuple(layer.window for layer in model.layers) == family.windows
+    assert tuple(layer.source for layer in model.layers) == family.sources
+    cache = cache_for(model, 64, max_seqs=4)
+    tokens = list(range(10, 22))
+    model.extend(cache, [0], [tokens])
+    before = cache.keys(0, 0).clone()
+    if family.no_shift is not None:
+        with pytest.raises(ShiftError, match=family.no_shift):
+            cache.seq_add(0, 0, -1, 40)
+        return
+    cache.seq_add(0, 0, -1, 40)
+    for step in cache.plan(Batch(tokens, seqs=1, positions=range(40, 40 + len(tokens)))):
+        with step:
+            model.forward(step)
+    assert torch.allclose(cache.keys(0, 0), cache.keys(0, 1), atol=1e-5)
+    assert not torch.allclose(before[-len(cache.keys(0, 0)) :], cache.keys(0, 1), atol=1e-2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_be_served_exactly_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=str(FAMILIES[name].refused)):
+        cache_for(tiny_model(name), num_cells=8)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (
+            lambda: T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=32, d_kv=8, num_layers=2, num_heads=4, d_ff=48)),
+            "T5ForConditionalGeneration: attention was handed position_bias",
+        ),
+        (
+            lambda: BartForConditionalGeneration(
+                BartConfig(
+                    vocab_size=97,
+                    d_model=32,
+                    encoder_layers=2,
+                    decoder_layers=2,
+                    encoder_attention_heads=4,
+                    decoder_attention_heads=4,
+                    encoder_ffn_dim=48,
+                    decoder_ffn_dim=48,
+                )
+            ),
+            "BartForConditionalGeneration, layer 0: .*keys or values that no layer stored",
+        ),
+    ],
+    ids=["t5", "bart"],
+)
+def test_a_decoder_beside_an_encoder_is_refused_by_name(build: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        cache_for(build(), num_cells=8)
+
+
+# --- pinned frequencies ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic", "phi3_longrope"])
+def test_a_long_sequence_beside_short_ones_equals_transformers_unpinned(name: str, tokens_of: Any) -> None:
+    """From a length above the original context on, transformers' own choice is the pinned one."""
+    stock, model = tiny_model(name), Model(tiny_model(name))
+    long, *short = tokens_of((90, 20, 9))
+    got = model.extend(cache_for(model, 192, max_seqs=4), [0, 1, 2], [long, *short], max_ubatch=16)
+    expected = alone(stock, long)[-1]
+    assert (got[0] - expected).abs().max() < TOLERANCE * expected.abs().max()
+
+
+def test_without_pins_the_probe_sees_that_one_sequence_changes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "pins_of", lambda model, context: [])
+    with pytest.raises(UnsupportedModel, match="a row depends on the other rows"):
+        cache_for(tiny_model("phi3_longrope"), num_cells=8)
+
+
+def test_short_sequences_can_tell_pinned_frequencies_from_transformers_own(tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "phi3_longrope", replace(FAMILIES["phi3_longrope"], is_pinned=False))
+    assert difference("phi3_longrope", tokens_of) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic", "phi3_longrope"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_pins_leave_the_users_model_as_it_was(name: str, fails: bool, tokens_of: Any) -> None:
+    theirs = tiny_model(name)
+    rotary, (prompt,) = theirs.model.rotary_emb, tokens_of((9,))
+    before, frequencies, kind = alone(theirs, prompt), rotary.inv_freq.clone(), rotary.rope_type
+    model = Model(theirs)
+    cache = cache_for(model, 128)
+    if fails:
+        handle = theirs.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.extend(cache, [0], tokens_of((90,)))
+        handle.remove()
+    else:
+        model.extend(cache, [0], tokens_of((90,)))
+    assert rotary.rope_type == kind
+    assert torch.equal(rotary.inv_freq, frequencies)
+    assert "inv_freq" in dict(rotary.named_buffers())
+    assert torch.equal(alone(theirs, prompt), before)
+
+
+def test_frequencies_that_follow_the_batch_in_a_way_of_their_own_are_refused() -> None:
+    model = tiny_model("llama_dynamic")
+
+    class Own(type(model.model.rotary_emb)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return super().forward(x, position_ids)
+
+    model.model.rotary_emb.__class__ = Own
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM: model\.rotary_emb .*'dynamic'"):
+        cache_for(model, num_cells=8)
+
+
+# --- controls: what these tests would say if a part were missing ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral_sliding", "llama4"])
+def test_a_window_that_is_ignored_would_be_seen(name: str, tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "recognise", lambda rule, device: Window.full())
+    assert difference(name, tokens_of) > 1000 * TOLERANCE
+
+
+def test_sinks_that_are_ignored_would_be_seen(tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Step.attend
+
+    def without_sinks(*args: Any, sinks: Any, **kwargs: Any) -> torch.Tensor:
+        assert sinks is not None
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(Step, "attend", without_sinks)
+    assert difference("gpt_oss", tokens_of) > 1000 * TOLERANCE
+
+
+def test_a_soft_cap_that_is_ignored_would_be_seen(tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Step.attend
+
+    def without_cap(*args: Any, softcap: Any, **kwargs: Any) -> torch.Tensor:
+        assert softcap is not None
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(Step, "attend", without_cap)
+    assert difference("gemma2", tokens_of) > TOLERANCE
+
+
+# --- the page -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_models_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    assert page.read_text(encoding="utf-8") == report.page(), "run: python tests/models/report.py"
