@@ -56,6 +56,9 @@ class Model:
         ConfigError: not a transformers causal language model.
         UnsupportedModel: its forward takes no cache. Whatever else cannot be served is found at the first use of `layers`.
 
+    Rotary frequencies that transformers changes with the length of its input (dynamic NTK, LongRoPE) are fixed, during a forward of this
+    class only, to those of the whole context.
+
     Attributes:
         packing: how rows of several sequences share a forward; "packed" takes any rows in any order
     """
