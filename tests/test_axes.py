@@ -84,8 +84,10 @@ def test_rows_are_ordered_by_t_then_y_then_x_whatever_order_they_come_in() -> No
 
 def test_within_one_t_a_query_sees_what_is_not_after_it_in_reading_order() -> None:
     cache = toy(8)
-    assert feed(cache, batch_at(image(0, 2, 2))).masks == [["x---", "xx--", "xxx-", "xxxx"]]
-    assert feed(cache, batch_at([(0, 0, 0)])).masks == [["x---x"]]  # equal places see each other
+    fed = feed(cache, batch_at(image(0, 2, 2)))
+    assert (fed.masks, fed.outputs) == ([["x---", "xx--", "xxx-", "xxxx"]], [100, 100.5, 101, 101.5])
+    fed = feed(cache, batch_at([(0, 0, 0)], ids=[200]))
+    assert (fed.masks, fed.outputs) == ([["x---x"]], [150])  # equal places see each other
     cache.clear()
     assert feed(cache, batch_at(image(0, 2, 2)), causal=False).masks == [["xxxx"] * 4]
 
@@ -103,7 +105,8 @@ def test_one_position_stands_for_three_equal_axes() -> None:
     cache = toy(8)
     feed(cache, batch_at([(2, 2, 2), (2, 2, 3), (2, 3, 2)]))
     plain = Batch(embeddings=np.ones((1, 1), np.float32), positions=[2], outputs="all")
-    assert feed(cache, plain).masks == [["x--x"]]
+    fed = feed(cache, plain)
+    assert (fed.masks, fed.outputs) == ([["x--x"]], [(100 + 1) / 2])
     assert cache.cells.axes(0)[:, 1].tolist() == [2, 2, 2]
     cache.check()
 

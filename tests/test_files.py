@@ -879,7 +879,7 @@ def half_written(tensors: Any, path: Any, metadata: Any) -> None:
 
 FULL_DISK = OSError(errno.ENOSPC, "No space left on device")
 BROKEN_WRITES: dict[str, tuple[str, Any]] = {
-    "nothing can be created": ("tempfile.mkstemp", fails(PermissionError(errno.EACCES, "Permission denied"))),
+    "nothing can be created": ("os.open", fails(PermissionError(errno.EACCES, "Permission denied"))),
     "the disk fills": ("safetensors.torch.save_file", half_written),
     "the writer fails": ("safetensors.torch.save_file", fails(safetensors.SafetensorError("I/O error"))),
     "the disk cannot be synced": ("os.fsync", fails(FULL_DISK)),
@@ -1057,3 +1057,9 @@ class Starved:
 def test_an_unknown_v_layout_is_refused() -> None:
     with pytest.raises(ConfigError, match="v_layout"):
         toy(4, v_layout="columns")
+
+
+def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    small().save(tmp_path / "saved")
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -107,10 +108,12 @@ def save(target: Target, state: State, progress: Progress | None = None) -> None
         return
     path = Path(target)
     try:
-        descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-        os.close(descriptor)
+        scratch = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+        os.close(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
+            rights = scratch.stat().st_mode  # those any new file gets; safetensors would leave it to its owner alone
             safetensors.torch.save_file(tensors, scratch, metadata)
+            os.chmod(scratch, rights)
             with open(scratch, "r+b") as file:
                 header, digest = _hashed(file, progress)
                 file.seek(_digest_offset(header))
