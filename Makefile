@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL := smollm2
 
-.PHONY: setup demo test test-all check bench clean
+.PHONY: setup demo test test-all check bench pages clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("onekv needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
@@ -30,6 +30,11 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The generated pages of docs/; tests fail when they are stale.
+pages: .venv/installed
+	$(BIN)/python tests/conformance.py
+	$(BIN)/python tests/models/report.py
 
 bench: setup
 	$(BIN)/python -m benchmarks.bookkeeping
