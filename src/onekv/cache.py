@@ -572,9 +572,9 @@ class KVCache:
         if all(group.window.is_full for group in self.cells.groups):
             return
         queries = positions[0] if positions.ndim == 2 else positions
-        for seq in np.unique(batch.ids).tolist():
-            row = int(np.flatnonzero(np.isin(batch.ids, seq))[0])
-            row = int(np.searchsorted(batch.offsets, row, side="right")) - 1
+        seqs, firsts = np.unique(batch.ids, return_index=True)
+        rows = np.searchsorted(batch.offsets, firsts, side="right") - 1  # each sequence's first row
+        for seq, row in zip(seqs.tolist(), rows.tolist(), strict=True):
             if not self.cells.can_continue_at(seq, int(queries[row]), causal):
                 raise WindowLost(
                     f"row {row}: sequence {seq} cannot continue at position {queries[row]}: its window has given up cells there. "
@@ -653,7 +653,7 @@ class KVCache:
         """Counts and bytes, whole and per group. Shared cells are those with several owners; saved bytes are what copies would take."""
         groups: list[dict[str, Any]] = []
         for g, group in enumerate(self.cells.groups):
-            physical = [i for i in self.store.physical if self._layer_group[i] == g]
+            physical = self._physical(g)
             owners = np.unpackbits(group.owners.view(np.uint8), axis=1).sum(axis=1)
             cell_nbytes = self.store.cell_nbytes(physical)
             groups.append(

