@@ -58,8 +58,8 @@ _LATENT: Final = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-_EXPANDED: Final = "latent attention"
-_OWN: Final = "attends by its own code"
+_EXPANDED: Final = "latent attention, gathered"
+_OWN: Final = "attends by its own code, gathered"
 _LEARNED: Final = "layer 0 stores keys and values that depend on position"
 
 
@@ -86,6 +86,11 @@ class Family:
     refused: str | None = None
     is_pinned: bool = False
     notes: str = ""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Its layers go on with stored keys and values, so all that a step sees is copied together for every layer."""
+        return "gathered" in self.notes
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -296,7 +301,7 @@ FAMILIES: Final[dict[str, Family]] = {
         (_SLIDING, _FULL) * 2,
         notes=f"{_EXPANDED}; experts; own widths for each kind of layer; without sparse attention",
     ),
-    "diffllama": Family("diffllama", _GROUPED, notes="every layer attends twice, to what it computes from stored values"),
+    "diffllama": Family("diffllama", _GROUPED, notes="every layer attends twice, to values it computes from stored ones, gathered"),
     # --- refused, by name -----------------------------------------------------------------------------------------------------------
     "phimoe_longrope": Family(
         "phimoe",
@@ -322,7 +327,11 @@ FAMILIES: Final[dict[str, Family]] = {
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
         refused="BloomForCausalLM attends by code of its own, .*ALiBi",
     ),
-    "mpt": Family("mpt", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, refused="MptForCausalLM attends by code of its own, .*ALiBi"),
+    "mpt": Family(
+        "mpt",
+        {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+        refused="MptForCausalLM attends by code of its own, .*ALiBi",
+    ),
     "gpt_neo": Family(
         "gpt_neo",
         {

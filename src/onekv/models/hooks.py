@@ -4,9 +4,9 @@ Owns what is registered with transformers under the name "onekv": one attention 
 forward is given. They meet in a `Pass`, which lives for one forward and hands every layer's keys, values and queries to a `Sink`.
 Nothing here knows which sequences exist or where cells are, and nothing here remembers a forward after it has ended.
 
-Two kinds of models need to see stored keys and values, and get those that any row of the forward sees ("gathered"), N of them: layers that
-store one thing and attend to another (latent attention expands what was stored), and models that attend by code of their own. The former
-attend through the attention function, to what they computed from the N. The latter are handed a real mask [1, 1, T, N] by the mask function.
+Two kinds of models need to see stored keys and values, and get those that any row of the forward sees ("gathered"), N of them. Layers that
+store one thing and attend to another (latent attention expands what was stored) attend through the attention function, to what they made
+of the N. Models that attend by code of their own are handed a real mask [1, 1, T, N] by the mask function.
 
     model(input_ids, cache=pass.cache)
       ├─ mask function     reads which window a layer type has, returns a marker that stands for it
@@ -125,7 +125,9 @@ class Pass:
         if k.ndim != 4 or k.shape[0] != 1 or v.shape[:3] != k.shape[:3]:
             raise UnsupportedModel(f"{self.model}, layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [1, G, T, D]")
         if layer in self._stored:
-            raise UnsupportedModel(f"{self.model}, layer {layer}: stores keys twice in one forward (attention to an encoder, or layers in a loop)")
+            raise UnsupportedModel(
+                f"{self.model}, layer {layer}: stores keys twice in one forward (attention to an encoder, or layers in a loop)"
+            )
         self._stored.add(layer)
         if self._shared is not None and self._latest not in self._shared:
             self._returned.pop(self._latest, None)

@@ -2,8 +2,8 @@
 
 Owns the probe: two rows are run through the hooks, with attention that returns zeros, and every layer's tensors are looked at. Heads and
 widths, layers that read another layer's keys, each layer's window and how keys turn with position come from there, so no family needs code
-of its own. Which layers go on with stored keys and values (see `hooks`) is found too, and that they use each entry by itself, so that entries
-may come in any order. Touches no cache and no weights.
+of its own. Which layers go on with stored keys and values (see `hooks`) is found too, and that they use each entry by itself, so that
+entries may come in any order. Touches no cache and no weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Watcher:
         self.stored: dict[int, tuple[int, int, int]] = {}  # layer -> G, D, Dv
         self.attended: list[_Attended] = []
         self.windows: set[Window] = set()
-        self.last_row: list[Tensor] = []  # q, k and v of the second row, call by call
+        self.last_row: list[Tensor] = []  # q, k and v of the second row, call by call; what a layer made of its entry, wherever it lies
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k and v of all rows
         self.error: Exception | None = None
 
@@ -79,7 +79,7 @@ class _Watcher:
     ) -> Tensor:
         self.attended.append(_Attended(layer, layer, window, q.shape[1], is_made=True))
         last = [i for i, row in enumerate(self._entries) if row == self.num_rows - 1]
-        self.last_row += [q[-1].float(), *(part[last].float().mean(dim=0) for part in (k, v))]
+        self.last_row += [q[-1].float(), k[last].float(), v[last].float()]
         return q.new_zeros(*q.shape[:2], v.shape[2])
 
     def visible(self, window: Window) -> Tensor:
@@ -100,29 +100,28 @@ class _Given:
 
     visible_to: Final = ((0, 3), (2, 7), (0, 9))  # [first, last) of each row; entries from 9 on are seen by none
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, model: str, order: Sequence[int]) -> None:
+        self.model = model
         self.order = torch.tensor(order)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         made = torch.Generator().manual_seed(layer)
-        keys, values = (
-            size * torch.randn(12, *part.shape[1:], generator=made)[self.order].to(part) for size, part in ((1, k), (10, v))
-        )
+        keys, values = (size * torch.randn(12, *part.shape[1:], generator=made)[self.order].to(part) for size, part in ((1, k), (10, v)))
         return keys, values
 
     def attend(self, layer: int, origin: int, window: Window, q: Tensor, **how: Any) -> Tensor:
-        raise _Mixed
+        raise self._mixed(layer)
 
     def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        raise _Mixed
+        raise self._mixed(layer)
+
+    def _mixed(self, layer: int) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.model} attends by code of its own before layer {layer}, and not there; one mask cannot serve both")
 
     def visible(self, window: Window) -> Tensor:
         first, last = torch.tensor(self.visible_to).T[:, :, None]
-        return (self.order >= first) & (self.order < last)
-
-
-class _Mixed(Exception):
-    """Attention by the model's own code in some layers, by the attention function in others."""
+        seen: Tensor = (self.order >= first) & (self.order < last)
+        return seen
 
 
 def read_layers(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[LayerSpec, ...]:
@@ -150,7 +149,7 @@ def read_layers(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[La
     other = _watch(hooked, [2 % vocab_size, 1 % vocab_size], [farthest, near], order=[1, 0, 1] if hooked.gathers else None)
     tolerance = 1e-4 if hooked.model.dtype == torch.float32 else 3e-2
     for a, b in zip(one.last_row, other.last_row, strict=True):
-        if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+        if not torch.allclose(a.expand_as(b), b, rtol=tolerance, atol=tolerance, equal_nan=True):
             raise UnsupportedModel(
                 f"{hooked.name}: a row depends on the other rows of its batch by more than attention, so sequences cannot be packed"
             )
@@ -228,15 +227,11 @@ def _check_own_attention(hooked: Hooked, vocab_size: int, positions: list[int]) 
     )
     try:
         one, other = (
-            _run(hooked, _Given(order), tokens, positions, keep=len(tokens)).float()
+            _run(hooked, _Given(hooked.name, order), tokens, positions, keep=len(tokens)).float()
             for order in ([*range(9)], [4, 10, 0, 8, 2, 11, 6, 1, 9, 5, 7, 3])
         )
     except (OneKVError, torch.OutOfMemoryError):
         raise
-    except _Mixed as error:
-        raise UnsupportedModel(
-            f"{hooked.name} attends by code of its own in some layers and not in others; one mask cannot serve both"
-        ) from error
     except Exception as error:
         raise UnsupportedModel(reason) from error
     tolerance = 1e-3 if hooked.model.dtype == torch.float32 else 1e-1
@@ -257,7 +252,9 @@ def _specs(hooked: Hooked, seen: _Watcher) -> tuple[LayerSpec, ...]:
         raise UnsupportedModel(f"{hooked.name}: a layer attends in several ways, or is not one of the {num_layers} its config names")
     if len(by_layer) < num_layers:
         never = [layer for layer in range(num_layers) if layer not in by_layer]
-        raise UnsupportedModel(f"{hooked.name}: layers {never} do not attend to stored keys (recurrent layers, or attention of another kind)")
+        raise UnsupportedModel(
+            f"{hooked.name}: layers {never} do not attend to stored keys (recurrent layers, or attention of another kind)"
+        )
     specs: list[LayerSpec] = []
     for _, call in sorted(by_layer.items()):
         groups, width, value_width = seen.stored[call.origin]
