@@ -611,7 +611,7 @@ class KVCache:
     def max_step_nbytes(self, max_ubatch: int) -> int:
         """Most bytes the attention of one layer may allocate in a step of `max_ubatch` rows: one sequence fills a group, and every row
         sees all of it. Nothing is reserved ahead; this is the number to leave free. Scores with a cap, sinks or a bias take another
-        4 bytes for each head, row and cell."""
+        4 bytes for each head, row and cell. What a model itself makes of stored keys (latent attention) comes on top."""
         worst = 0
         for i in self.store.physical:
             spec, cells = self.layers[i], self.cells.groups[self._layer_group[i]].num_cells

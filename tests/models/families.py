@@ -384,3 +384,13 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
         if weight.ndim > 1:
             weight.data.normal_(0, 0.15, generator=generator)
     return model
+
+
+def settle(stock: PreTrainedModel) -> None:
+    """Let transformers choose its frequencies for a long sequence, and keep them."""
+    rotary = stock.model.rotary_emb
+    short = rotary.inv_freq.clone()
+    with torch.inference_mode():
+        stock(torch.tensor([[5]]), position_ids=torch.tensor([[200]]))
+    assert not torch.allclose(short, rotary.inv_freq)
+    rotary.rope_type = "default"

@@ -8,28 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.falcon import modeling_falcon
 
 import report
-from families import FAMILIES, REFUSED, SERVED, tiny_model
+from families import FAMILIES, REFUSED, SERVED, settle, tiny_model
 from onekv import Batch, ShiftError, Step, UnsupportedModel, Window
 from onekv.models import Model, cache_for, hooks, probe
 from packed import alone, scatter_free_cells, together
 
 TOLERANCE = 1e-5
-
-
-def settle(stock: PreTrainedModel) -> None:
-    """Let transformers choose its frequencies for a long sequence, and keep them."""
-    rotary = stock.model.rotary_emb
-    short = rotary.inv_freq.clone()
-    with torch.inference_mode():
-        stock(torch.tensor([[5]]), position_ids=torch.tensor([[200]]))
-    assert not torch.allclose(short, rotary.inv_freq)
-    rotary.rope_type = "default"
 
 
 def difference(name: str, tokens_of: Any) -> float:

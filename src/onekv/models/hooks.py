@@ -158,7 +158,7 @@ class Pass:
         if origin is None and (layer != self._latest or k.shape[2] != self._returned[layer][0].shape[2] or v.shape[2] != k.shape[2]):
             raise UnsupportedModel(
                 f"{self.model}, layer {layer}: attention was handed keys or values that no layer stored "
-                f"(k {tuple(k.shape)}, v {tuple(v.shape)})"
+                f"(k {tuple(k.shape)}, v {tuple(v.shape)}), as in an encoder"
             )
         window = self.masks.window_of(mask, self.model, layer)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -225,7 +225,9 @@ class MaskRules:
             raise UnsupportedModel(f"{model}, layer {layer}: attention was handed no mask, so its window is unknown")
         window = self._windows.get(mask.data_ptr())
         if window is None:
-            raise UnsupportedModel(f"{model}, layer {layer}: attention was handed a mask the model made or changed itself")
+            raise UnsupportedModel(
+                f"{model}, layer {layer}: attention was handed a mask the model made or changed itself, so what it sees is unknown"
+            )
         if isinstance(window, str):
             raise UnsupportedModel(f"{model}, layer {layer}: {window}")
         return window
