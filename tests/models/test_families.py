@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
@@ -265,7 +266,7 @@ def test_gathered_entries_of_other_sequences_and_later_rows_would_be_seen(
 
     def all_visible(self: Step, layer: int) -> Any:
         found = entries(self, layer)
-        return replace(found, mask=torch.ones_like(found.mask), is_all=True)
+        return replace(found, seen=np.ones_like(found.seen))
 
     monkeypatch.setattr(Step, "_entries", all_visible)
     assert difference(name, tokens_of) > 1000 * TOLERANCE

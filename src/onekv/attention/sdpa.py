@@ -45,14 +45,35 @@ class Entries:
     """The cells that any row of a step sees, each once: what a layer is handed that computes keys and values from stored ones.
 
     Attributes:
-        cells:  [N] ascending
-        mask:   [T, N] bool, which of them each row sees
-        is_all: every row sees all
+        cells: [N] ascending
+        seen:  [T, N] which of them each row sees
+        rows:  per sequence, its rows
     """
 
     cells: Tensor
-    mask: Tensor
-    is_all: bool
+    seen: NDArray[np.bool_]
+    rows: list[NDArray[np.int64]]
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """`seen` as a tensor on the device of the cells."""
+        return torch.from_numpy(self.seen).to(self.cells.device)
+
+    @cached_property
+    def runs(self) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Per sequence: its rows [t], which of the N any of them sees [n] (None: all), and which each sees [t, n] (None: all)."""
+        runs, device = [], self.cells.device
+        for rows in self.rows:
+            used = np.flatnonzero(self.seen[rows].any(axis=0))
+            mask = self.seen[np.ix_(rows, used)]
+            runs.append(
+                (
+                    torch.from_numpy(rows).to(device),
+                    None if used.size == self.seen.shape[1] else torch.from_numpy(used).to(device),
+                    None if mask.all() else torch.from_numpy(mask).to(device),
+                )
+            )
+        return runs
 
 
 def runs_of(view: View, device: torch.device) -> list[Run]:
@@ -79,7 +100,7 @@ def entries_of(view: View, device: torch.device) -> Entries:
     seen = np.zeros((view.seqs.size, cells.size), np.bool_)
     for rows, column, mask in parts:
         seen[np.ix_(rows, np.searchsorted(cells, column))] = mask
-    return Entries(torch.from_numpy(cells).to(device), torch.from_numpy(seen).to(device), bool(seen.all()))
+    return Entries(torch.from_numpy(cells).to(device), seen, [rows for rows, _, _ in parts])
 
 
 def _by_sequence(view: View) -> Iterator[tuple[NDArray[np.int64], tuple[np.int64, slice], NDArray[np.bool_]]]:
@@ -113,6 +134,19 @@ def attend_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor
     if score.softcap is None and score.sinks is None:
         return _scaled(q, k, v, mask, bias, score.scale)
     return _explicit(q, k, v, mask, bias, score)
+
+
+def attend_to_entries(q: Tensor, k: Tensor, v: Tensor, entries: Entries, score: Score) -> Tensor:
+    """Attend to keys and values made of a step's entries; in float32, and of one sequence to nothing of another.
+
+    Shapes:
+        q [T, H, D], k [N, G, D], v [N, G, Dv], on one device -> [T, H, Dv] of q's dtype
+    """
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    for rows, index, mask in entries.runs:
+        keys, values = (k, v) if index is None else (k[index], v[index])
+        out[rows] = attend_to(q[rows].float(), keys.float(), values.float(), mask, None, score).to(q.dtype)
+    return out
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from onekv.attention import Score
-from onekv.attention.sdpa import attend_to
+from onekv.attention.sdpa import attend_to_entries
 from onekv.cache import KVCache, Step
 from onekv.core.batch import Batch
 from onekv.core.loops import FARTHEST
@@ -307,9 +307,7 @@ class _StepSink:
                 f"{self._model}, layer {layer}: attends under {window} to keys it did not store, and did otherwise when it was probed"
             )
         self._attended.add(layer)
-        seen = self._step._entries(layer)
-        mask = None if seen.is_all else seen.mask.to(q.device)
-        return attend_to(q.float(), k.float(), v.float(), mask, None, Score(scale, softcap, sinks)).to(q.dtype)
+        return attend_to_entries(q, k, v, self._step._entries(layer), Score(scale, softcap, sinks))
 
     def visible(self, window: Window) -> Tensor:
         if window != self._layers[0].window:
