@@ -21,6 +21,7 @@ from torch import Tensor
 from onekv import files
 from onekv.attention import Buckets, Score, View, backend as find_backend
 from onekv.attention.reference import dense_mask
+from onekv.attention.sdpa import Entries, entries_of
 from onekv.config import CacheConfig
 from onekv.core import loops
 from onekv.core.batch import Batch, Ubatch, as_seq_id, split as cut
@@ -610,7 +611,7 @@ class KVCache:
     def max_step_nbytes(self, max_ubatch: int) -> int:
         """Most bytes the attention of one layer may allocate in a step of `max_ubatch` rows: one sequence fills a group, and every row
         sees all of it. Nothing is reserved ahead; this is the number to leave free. Scores with a cap, sinks or a bias take another
-        4 bytes for each head, row and cell."""
+        4 bytes for each head, row and cell. What a model itself makes of stored keys (latent attention) comes on top."""
         worst = 0
         for i in self.store.physical:
             spec, cells = self.layers[i], self.cells.groups[self._layer_group[i]].num_cells
@@ -998,6 +999,14 @@ class Step:
         group = self._group(layer)
         self.plan.cache.store.store(layer, self._targets[group], k, v)
         self._stored.add(layer)
+
+    def _entries(self, layer: int) -> Entries:
+        """The cells any row sees in this layer, and which each sees. Made once for the layers of a group."""
+        return self._views[self._group(layer)].once("entries", lambda view: entries_of(view, self.plan.cache.store.device))
+
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [N, G, D] and values [N, G, Dv] of those cells, float32."""
+        return self.plan.cache.store.gather(layer, self._entries(layer).cells)
 
     def attend(
         self,

@@ -13,6 +13,7 @@ import torch
 from onekv import Batch, Buckets, ConfigError, KVCache, LayerSpec, Step, Window
 from onekv.attention import Score, backend, backends
 from onekv.attention.reference import attend as reference
+from onekv.attention.sdpa import attend_to_entries
 from oracle import sees
 from tiny import Row, batch_of, ubatch_of
 
@@ -181,6 +182,45 @@ def test_a_range_that_is_too_long_or_too_short_is_seen(name: str) -> None:
         for first in (np.zeros_like(view.first), np.minimum(view.first + 1, view.last - 1), np.maximum(view.first - 1, 0)):
             wrong = backend(name)(store, 0, dataclasses.replace(view, first=first, _made={}), q, score)
             assert (right - wrong).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("feature", ["plain", "not causal", "sliding", "chunked", "symmetric"])
+def test_the_union_of_what_rows_see_is_that_of_the_dense_mask(feature: str) -> None:
+    hidden = 0
+    for seed in range(8):
+        with open_step(seed, **FEATURES[feature]) as (step, _):
+            dense, found = step.mask(0), step._entries(0)
+            seen = np.flatnonzero(dense.any(axis=0))
+            assert found.cells.tolist() == seen.tolist()
+            assert np.array_equal(found.mask.numpy(), dense[:, seen])
+            hidden += not dense[:, seen].all()
+            k, v = step._gather(0)
+            assert torch.equal(k, step.plan.cache.store.keys(0)[seen])
+            assert torch.equal(v, step.plan.cache.store.values(0)[seen])
+            assert step._entries(0) is found
+    assert hidden >= 4
+
+
+@pytest.mark.parametrize("feature", ["plain", "softcap", "sinks", "softcap and sinks", "one key head", "wide values"])
+def test_attention_to_the_gathered_union_is_attention_to_the_cells(feature: str) -> None:
+    options = FEATURES[feature]
+    for seed in range(4):
+        with open_step(seed, **options) as (step, q):
+            expected = reference(step.plan.cache.store, 0, step._views[0], q, score_of(**options))
+            found = attend_to_entries(q, *step._gather(0), step._entries(0), score_of(**options))
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_rows_of_one_sequence_take_nothing_from_gathered_entries_of_another() -> None:
+    """Not even what no weight removes: zero times infinity."""
+    with open_step(3) as (step, q):
+        entries, (k, v) = step._entries(0), step._gather(0)
+        right = attend_to_entries(q, k, v, entries, score_of())
+        mine = entries.rows[0]
+        others = ~entries.seen[mine].any(axis=0)
+        assert others.any()
+        k[others], v[others] = math.nan, math.inf
+        assert torch.equal(attend_to_entries(q, k, v, entries, score_of())[mine], right[mine])
 
 
 def by_hand(
