@@ -184,6 +184,8 @@ def tiny_gemma3(tiny: Tiny) -> PreTrainedModel:
         ("split.count", 2),
         ("general.type", "adapter"),
         ("tokenizer.ggml.pre", "of tomorrow"),
+        ("tokenizer.ggml.normalizer.lowercase", True),
+        ("tokenizer.ggml.add_sep_token", True),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_key_and_value(key: str, value: Any, tiny: Tiny, make_gguf: Write) -> None:

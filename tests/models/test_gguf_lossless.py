@@ -338,3 +338,20 @@ def test_divisors_of_another_length_and_missing_keys_are_damage(tiny: Tiny, make
         loaded(make_gguf(tiny("llama"), None, {"rope_freqs.weight": np.ones(3)}))
     with pytest.raises(ConfigError, match=r"no llama\.block_count"):
         loaded(make_gguf(tiny("llama"), {"llama.block_count": None}))
+
+
+def test_a_tensor_of_the_right_size_and_another_shape_is_damage(tiny: Tiny, make_gguf: Write) -> None:
+    turned = np.zeros((32, 97), np.float32)
+    with pytest.raises(ConfigError, match=r"token_embd\.weight is \[97, 32\], and the metadata asks for \[32, 97\]"):
+        loaded(make_gguf(tiny("llama"), None, {"token_embd.weight": turned}))
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "phi3", "smollm3"])
+def test_the_tokenizer_and_the_end_tokens_do_not_depend_on_the_architecture(family: str, tiny: Tiny, make_gguf: Write) -> None:
+    said = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+    llama = load_model(make_gguf(tiny("llama"), said)).text
+    text = load_model(make_gguf(tiny(family, sliding_window=None), said)).text
+    assert text.encode("a b 12") == llama.encode("a b 12")
+    assert text.encode("a")[0] == 0
+    assert text.chat([{"role": "user", "content": "hi"}]) == llama.chat([{"role": "user", "content": "hi"}])
+    assert text.eos_ids == llama.eos_ids == {2, 7}

@@ -272,6 +272,17 @@ _PATTERN: Final = "attention.sliding_window_pattern"
 _LISTS: Final = frozenset({_PATTERN})
 _VOCABULARY: Final = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
 
+# Keys that are followed, checked, or that change no token of a text. Chat templates come beside them.
+_TOKENIZER_KEYS: Final = _VOCABULARY | {
+    "tokenizer.huggingface.json",
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "token_type_count", "precompiled_charsmap")),
+    *(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")),
+    *(f"tokenizer.ggml.{name}_whitespaces" for name in ("remove_extra", "escape")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "separator")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("mask", "cls", "prefix", "suffix", "middle")),
+    *(f"tokenizer.ggml.fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+}
+
 
 def _one(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value and all(v == value[0] for v in value) else value
@@ -285,6 +296,10 @@ def _check_outside(file: GGUFFile) -> None:
             raise UnsupportedModel(f"{file.name}: {key} = {value}; join the parts of this model first (llama-gguf-split --merge)")
         if room not in ("GGUF", "general", "tokenizer", "split", "quantize", file.architecture):
             raise UnsupportedModel(f"{file.name}: {key} = {_shown(value)} is not known to onekv, so what it says would be lost")
+        if key == "tokenizer.ggml.add_sep_token" and not value:
+            continue
+        if room == "tokenizer" and key not in _TOKENIZER_KEYS and not key.startswith("tokenizer.chat_template"):
+            raise UnsupportedModel(f"{file.name}: {key} = {_shown(value)} is not known to onekv, so text could be cut differently")
     for key, value in file.metadata.items():
         if isinstance(value, list) and key not in _LISTS:
             raise UnsupportedModel(f"{file.name}: {file.architecture}.{key} = {_shown(value)}; values that differ by layer are not served")
@@ -313,8 +328,8 @@ def _weights_of(file: GGUFFile, config: Config, skeleton: nn.Module) -> dict[str
             continue
         if name not in place:
             raise UnsupportedModel(f"{file.name}: tensor {name} {list(shape)} has no place in the converted model, so it would be lost")
-        if math.prod(shape) != shapes[place[name]].numel():
-            asked = list(reversed(shapes[place[name]]))
+        asked = list(reversed(shapes[place[name]]))
+        if list(shape) != asked:
             raise ConfigError(f"{file.name}: tensor {name} is {list(shape)}, and the metadata asks for {asked}")
     filled = {place[name] for name in file.tensors if name in place}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -325,7 +340,7 @@ def _weights_of(file: GGUFFile, config: Config, skeleton: nn.Module) -> dict[str
     for name in file.tensors:
         if name not in file.followed:
             array = processor.process(weights=file.array(name), name=name).weights
-            weights[place[name]] = torch.from_numpy(np.array(array, np.float32, order="C")).reshape(shapes[place[name]])
+            weights[place[name]] = torch.from_numpy(np.array(array, np.float32, order="C"))
     return weights
 
 
@@ -342,7 +357,7 @@ _DIRECT: Final = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-_NEEDED: Final = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+_NEEDED: Final = tuple(key for key in _DIRECT if key not in ("attention.head_count_kv", "vocab_size"))
 # Config fields that say whether the projections have biases, and the tensor that is there if they have.
 _BIASES: Final = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
 
