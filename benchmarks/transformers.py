@@ -79,7 +79,6 @@ class Filled:
     """The same random tokens in each kind of cache: B sequences of T tokens, and room for more."""
 
     def __init__(self, model: PreTrainedModel, layers: Listing[onekv.LayerSpec], sequences: int, tokens: int, room: int) -> None:
-        self.layers = layers
         self.tokens = tokens
         self.kv = KVCache(layers, sequences * (tokens + room), vocab_size=model.config.vocab_size)
         self.seqs = [self.kv.sequence() for _ in range(sequences)]
