@@ -34,14 +34,14 @@ WIDTH: Final = 64
 SCORE: Final = Score(WIDTH**-0.5)
 
 
-@njit(parallel=True, fastmath=True)  # type: ignore[untyped-decorator]
-def _sum(data: Any, chunks: int) -> Any:
+@njit(parallel=True, fastmath=True)
+def _sum(data, chunks):  # type: ignore[no-untyped-def]
     size = data.size // chunks
     total = np.zeros(chunks, np.float32)
     for c in prange(chunks):
         part = np.float32(0)
         for line in range(c * size, (c + 1) * size, 16):
-            vectors.prefetch(vectors.pointer(data, min(line + 1024, data.size - 16)), 64)
+            vectors.prefetch(vectors.pointer(data, min(line + 1024, data.size - 16)), 64)  # type: ignore[call-arg]
             for i in range(16):
                 part += data[line + i]
         total[c] = part

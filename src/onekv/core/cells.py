@@ -351,7 +351,8 @@ class Cells:
 
     def shared_entries(self, group: int, seq: int, start: int, stop: int) -> NDArray[np.int64]:
         """Entries of a row in [start, stop) whose cell in this group has other owners too."""
-        return start + loops.shared(self.column(group, seq)[start:stop], seq, self.groups[group].owners)
+        found: NDArray[np.int64] = loops.shared(self.column(group, seq)[start:stop], seq, self.groups[group].owners)
+        return start + found
 
     def detach(self, group: int, seq: int, entries: NDArray[np.int64], copies: Slots) -> None:
         """Put copies in the place of a sequence's shared cells; the copied cells lose it as owner. The caller copies keys and values.
