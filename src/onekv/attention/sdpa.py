@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onekv.attention import Score, View
+from onekv.codecs import hadamard
 from onekv.storage import KVStore
 
 
@@ -64,15 +65,20 @@ def runs_of(view: View, device: torch.device) -> list[Run]:
 
 def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
     """See `onekv.attention.Attend`. Cost: O(entries the rows see), one gather and one attention call a sequence."""
-    out = torch.empty(q.shape[0], q.shape[1], store.values(layer).shape[2], dtype=torch.float32, device=store.device)
+    out = torch.empty(q.shape[0], q.shape[1], store.layers[layer].v_dim, dtype=torch.float32, device=store.device)
+    queries = q.to(store.device, torch.float32)
+    if store.k_codec.hadamard:  # one transform of the queries instead of one of every key
+        queries = hadamard(queries)
     for run in view.once("runs", lambda v: runs_of(v, store.device)):
-        k, v = store.gather(layer, run.cells)
-        mine = q[run.rows].to(store.device, torch.float32)
+        k, v = store.gather(layer, run.cells, unrotate=False)
+        mine = queries[run.rows]
         bias = score.added(run.distance, store.device) if score.has_bias else None  # [H, t, n]
         if score.softcap is None and score.sinks is None:
             out[run.rows] = _scaled(mine, k, v, run.mask, bias, score.scale)
         else:
             out[run.rows] = _explicit(mine, k, v, run.mask, bias, score)
+    if store.v_codec.hadamard:
+        out = hadamard(out)
     return out.to(q.device, q.dtype)
 
 
