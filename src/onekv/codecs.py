@@ -187,7 +187,8 @@ def _decode_q8_0(quants: Tensor) -> Tensor:
 
 def _encode_q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., B, 32] -> packed [..., B, 16] uint8, scales [..., B, 1]."""
-    scales = x.gather(-1, x.abs().argmax(-1, keepdim=True)) / -8
+    top = x.gather(-1, x.abs().argmax(-1, keepdim=True)) + 0.0  # so that -0.0 counts as 0.0, as there
+    scales = top / -8
     nibbles = (_scaled(x, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
     return nibbles[..., :16] | nibbles[..., 16:] << 4, scales
 
