@@ -108,6 +108,7 @@ INPUTS: dict[str, Callable[[int], torch.Tensor]] = {
 def test_every_byte_and_every_number_is_that_of_the_scalar_twin(kind: str, name: str, dim: int) -> None:
     codec, x = Codec(name), INPUTS[kind](dim)
     stored = codec.encode(x)
+    assert torch.equal(codec._encode(x), stored)  # the slow twin
     assert (stored.shape, stored.dtype) == ((*x.shape[:2], (34 if name == "q8_0" else 18) * math.ceil(dim / 32)), torch.uint8)
     assert codec.width(dim) == stored.shape[-1]
     decoded = codec.decode(stored, dim)
@@ -122,7 +123,7 @@ def test_every_byte_and_every_number_is_that_of_the_scalar_twin(kind: str, name:
 @pytest.mark.parametrize("name", QUANTISED)
 def test_any_finite_numbers_are_stored_as_the_scalar_twin_stores_them(name: str, numbers: list[float]) -> None:
     codec, x = Codec(name), torch.tensor(numbers)
-    assert bytes(codec.encode(x).tolist()) == encoded_by_hand(x, name)
+    assert bytes(codec.encode(x).tolist()) == bytes(codec._encode(x).tolist()) == encoded_by_hand(x, name)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -142,6 +143,16 @@ def test_quants_and_scales_are_those_of_the_gguf_package(name: str) -> None:
     assert np.array_equal(Codec(name).decode(torch.from_numpy(mine), 64), gguf.quants.dequantize(theirs.reshape(len(x), -1), TYPES[name]))
 
 
+@pytest.mark.parametrize("dim", WIDTHS)
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_compiled_heads_are_torchs_to_the_bit(dtype: torch.dtype, name: str, dim: int) -> None:
+    x = some(100, 3, dim).to(dtype)
+    for codec in (Codec(name), Codec(name, True)):
+        for heads in (x, x[:0], x[0], x.transpose(0, 1), x.requires_grad_()):
+            assert torch.equal(codec.encode(heads), codec._encode(heads))
+
+
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("name", QUANTISED)
 def test_what_is_stored_of_a_head_depends_on_that_head_alone(name: str, rotated: bool) -> None:
@@ -151,6 +162,13 @@ def test_what_is_stored_of_a_head_depends_on_that_head_alone(name: str, rotated:
         assert torch.equal(codec.encode(x[:rows]), stored[:rows])
     assert torch.equal(codec.encode(x[::3, 1:4].double()), stored[::3, 1:4])
     assert torch.equal(codec.encode(x.transpose(0, 1)).transpose(0, 1), stored)
+
+
+@pytest.mark.parametrize("codec", [Codec("float16"), *(Codec(name, rotated) for name in QUANTISED for rotated in (False, True))], ids=str)
+def test_no_heads_are_no_heads(codec: Codec) -> None:
+    stored = codec.encode(torch.zeros(0, 2, 40))
+    assert stored.shape == (0, 2, codec.width(40))
+    assert codec.decode(stored, 40).shape == (0, 2, 40)
 
 
 @pytest.mark.parametrize(("name", "bound"), [("q8_0", 0.5 / 127), ("q4_0", 1 / 8)])
@@ -173,7 +191,9 @@ def test_what_cannot_be_stored_reads_as_nan_and_spoils_only_its_block(name: str,
     codec, x = Codec(name, rotated), some(3, 2, 96)
     clean = codec.decode(codec.encode(x), 96)
     x[1, 1, 40] = bad
-    found = codec.decode(codec.encode(x), 96)
+    stored = codec.encode(x)
+    assert torch.equal(stored, codec._encode(x))
+    found = codec.decode(stored, 96)
     assert found[1, 1, 32:64].isnan().all()
     others = torch.ones(3, 2, 96, dtype=torch.bool)
     others[1, 1, 32:64] = False

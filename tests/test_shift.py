@@ -365,7 +365,7 @@ def test_spec_S62_shifts_never_change_the_length_of_a_key() -> None:
 
 @given(deltas=st.lists(st.integers(1, 9999), min_size=1, max_size=4), first=st.integers(0, 5), flush=st.booleans())
 @settings(max_examples=40)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1), ("q8_0", 0.2)])
 def test_a_shift_and_its_inverse_are_the_identity(dtype: str, tolerance: float, deltas: list[int], first: int, flush: bool) -> None:
     cache, _, _ = roped_cache(k_dtype=dtype)
     before = kv_of(cache, [0, 1])

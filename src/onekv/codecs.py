@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onekv.core import quants
 from onekv.errors import ConfigError
 
 BLOCK: Final = 32
@@ -76,7 +78,7 @@ class Codec:
         if not self.is_quantised:
             return 4 * dim
         padded = BLOCK * -(-dim // BLOCK)
-        return 4 * padded + self.width(dim) + (padded if self.name == "q4_0" else 0)
+        return 4 * padded + self.width(dim) + 4 * padded // BLOCK + (padded if self.name == "q4_0" else 0)
 
     def encode(self, x: Tensor) -> Tensor:
         """Numbers [..., D] of any float dtype as they are stored, [..., width(D)] of `dtype`.
@@ -85,12 +87,26 @@ class Codec:
         """
         if not self.is_quantised:
             return x.to(self.dtype)
+        return self._encode_compiled(x.detach()) if x.device.type == "cpu" else self._encode(x)
+
+    def _encode_compiled(self, x: Tensor) -> Tensor:
+        """`encode` in host memory. Slow twin: `_encode`, which is a score of calls into torch, too many for one token."""
+        dim = x.shape[-1]
+        heads = x.float().reshape(-1, dim).contiguous().numpy()
+        stored = np.empty((len(heads), self.width(dim)), np.uint8)
+        scales = np.empty((len(heads), -(-dim // BLOCK)), np.float32)
+        _COMPILED[self.name](heads, _power_of_two(dim) if self.hadamard else 1, stored, scales)
+        stored[:, -2 * scales.shape[1] :] = scales.astype("<f2").view(np.uint8)
+        return torch.from_numpy(stored).view(*x.shape[:-1], stored.shape[1])
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """`encode` on any device."""
         x = hadamard(x.float()) if self.hadamard else x.float()
         blocks = _cut(F.pad(x, (0, -x.shape[-1] % BLOCK)), BLOCK)  # [..., B, 32]
-        quants, scales = _ENCODE[self.name](blocks)
+        integers, scales = _ENCODE[self.name](blocks)
         stored = scales.half()
         stored = torch.where(stored.isfinite(), stored, torch.nan)
-        return torch.cat([quants.flatten(-2), stored.flatten(-2).contiguous().view(torch.uint8)], dim=-1)
+        return torch.cat([integers.flatten(-2), stored.flatten(-2).contiguous().view(torch.uint8)], dim=-1)
 
     def decode(self, stored: Tensor, dim: int, unrotate: bool = True) -> Tensor:
         """Stored heads [..., width(dim)] as float32 [..., dim].
@@ -145,9 +161,14 @@ def hadamard(x: Tensor) -> Tensor:
     >>> hadamard(torch.tensor([1.0, 0.0, 0.0, 0.0]))
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    size = x.shape[-1] & -x.shape[-1]
+    size = _power_of_two(x.shape[-1])
     mixed = torch.matmul(_cut(x.double(), size), _walsh(size, x.device))
     return mixed.mul_(size**-0.5).flatten(-2).float()
+
+
+def _power_of_two(dim: int) -> int:
+    """The largest that divides `dim`."""
+    return dim & -dim
 
 
 def _cut(x: Tensor, size: int) -> Tensor:
@@ -173,16 +194,16 @@ def _scaled(x: Tensor, scales: Tensor) -> Tensor:
 
 
 def _encode_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., B, 32] -> quants [..., B, 32] uint8, scales [..., B, 1]."""
+    """[..., B, 32] -> integers [..., B, 32] uint8, scales [..., B, 1]."""
     scales = x.abs().amax(-1, keepdim=True) / 127
     scaled = _scaled(x, scales)
     whole = scaled.trunc()
-    quants = whole + (2 * (scaled - whole)).trunc()  # C's roundf: halves away from zero
-    return quants.to(torch.int8).view(torch.uint8), scales
+    rounded = whole + (2 * (scaled - whole)).trunc()  # C's roundf: halves away from zero
+    return rounded.to(torch.int8).view(torch.uint8), scales
 
 
-def _decode_q8_0(quants: Tensor) -> Tensor:
-    return quants.view(torch.int8).float()
+def _decode_q8_0(integers: Tensor) -> Tensor:
+    return integers.view(torch.int8).float()
 
 
 def _encode_q4_0(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,4 +219,5 @@ def _decode_q4_0(packed: Tensor) -> Tensor:
 
 
 _ENCODE: Final[dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]]] = {"q8_0": _encode_q8_0, "q4_0": _encode_q4_0}
+_COMPILED: Final[dict[str, Callable[..., None]]] = {"q8_0": quants.encode_q8_0, "q4_0": quants.encode_q4_0}
 _DECODE: Final[dict[str, Callable[[Tensor], Tensor]]] = {"q8_0": _decode_q8_0, "q4_0": _decode_q4_0}
