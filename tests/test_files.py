@@ -413,6 +413,12 @@ def test_case_E04_quantised_cells_convert_through_float32_and_equal_ones_keep_ev
     assert same_codecs(cache, other) == (origin == to)
     for store in (cache.store, other.store):
         assert (store.raw_keys(0).shape[2], store.raw_values(0).shape[2]) == (store.k_codec.width(64), store.v_codec.width(40))
+    rng = torch.Generator().manual_seed(6)
+    for i, parts in enumerate(((cache.store.raw_keys(0), cache.store.raw_values(0)), (cache.store.raw_keys(1), cache.store.raw_values(1)))):
+        for memory, dim in zip(parts, (WIDE[i].head_dim, WIDE[i].v_dim), strict=True):
+            if memory.dtype == torch.uint8:  # integers that quantising anew would not give: not every block has its largest
+                integers = memory[..., : -2 * -(-dim // 32)]
+                integers[:] = torch.randint(0, 256, integers.shape, generator=rng, dtype=torch.uint8)
     other.clear()
     assert load(other, saved(cache, seq), seq) == 4
     mine, theirs = (c.cells.column(0, 0).astype(np.int64) for c in (other, cache))
