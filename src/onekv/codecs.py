@@ -9,7 +9,8 @@ with B = ceil(D / 32) blocks of which the last is padded with zeros:
 
 Quants and scales are those of llama.cpp (`quantize_row_q8_0_ref`, `quantize_row_q4_0_ref`) to the bit; there a block's scale lies before
 its quants. A block with a number that is not finite, or too large for a float16 scale (magnitudes from 65520 * 127 in q8_0, 65520 * 8 in
-q4_0), gets the scale NaN: all its values read as NaN, and no overflow passes for a number.
+q4_0), gets the scale NaN: all its values read as NaN, and no overflow passes for a number. In a rotated head such a number spoils all it is
+rotated with.
 """
 
 from __future__ import annotations
