@@ -75,7 +75,7 @@ class Stored:
 
     @property
     def layer_nbytes(self) -> int:
-        return self.store.cell_nbytes([0]) * self.store.keys(0).shape[0]
+        return self.store.cell_nbytes([0]) * self.store.raw_keys(0).shape[0]
 
     def view(self, rows: Listing[int] | None = None) -> View:
         """What a decode step sees: all of every row."""
@@ -133,7 +133,7 @@ def main(argv: Listing[str] | None = None) -> None:
 
     for sequences, tokens in ((32, 512), (8, 4096)):
         name, count = f"{sequences} x {tokens}", tokens // scale
-        stored = {dtype: Stored(layers, sequences, count, dtype) for dtype in ("float32", "bfloat16")}
+        stored = {dtype: Stored(layers, sequences, count, dtype) for dtype in ("float32", "bfloat16", "q8_0")}
         sides = {dtype: one.ours() for dtype, one in stored.items()} | {"padded": stored["float32"].padded()}
         took = in_turns(sides, turns)
         results += [Result(f"{name}: {side}", seconds / layers * 1e3, "ms a layer") for side, seconds in took.items()]
@@ -141,6 +141,7 @@ def main(argv: Listing[str] | None = None) -> None:
         results += [
             Result(f"{name}: float32, of the read rate", reached, "x", ">= 0.85"),
             Result(f"{name}: bfloat16 / float32", took["bfloat16"] / took["float32"], "x", "<= 0.65"),
+            Result(f"{name}: q8_0 / float32", took["q8_0"] / took["float32"], "x", "<= 0.45"),
             Result(f"{name}: float32 / padded", took["float32"] / took["padded"], "x", "<= 1.0"),
         ]
         del stored, sides

@@ -14,6 +14,7 @@ from onekv import Batch, Buckets, ConfigError, KVCache, LayerSpec, Step, Window
 from onekv.attention import Score, backend, backends
 from onekv.attention.reference import attend as reference
 from onekv.attention.sdpa import attend_to_entries
+from onekv.storage import KVStore
 from oracle import sees
 from tiny import Row, batch_of, ubatch_of
 
@@ -46,6 +47,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bfloat16 cells": {"k_dtype": "bfloat16"},
     "float16 cells": {"k_dtype": "float16", "v_layout": "transposed"},
     "mixed cells": {"k_dtype": "bfloat16", "v_dtype": "float16", "sinks": True},
+    "q8_0 cells": {"k_dtype": "q8_0"},
+    "q8_0 cells, rotated": {"k_dtype": "q8_0", "hadamard": True, "sinks": True, "softcap": 2.0},
+    "q4_0 cells": {"k_dtype": "q4_0", "window": Window.sliding(5)},
+    "q4_0 cells, not rotated": {"k_dtype": "q4_0", "hadamard": False, "alibi": True},
+    "q8_0 keys, q4_0 values": {"k_dtype": "q8_0", "v_dtype": "q4_0", "value_dim": 40},
+    "q4_0 keys, float16 values": {"k_dtype": "q4_0", "v_dtype": "float16", "v_layout": "transposed"},
+    "float32 keys, q8_0 values": {"k_dtype": "float32", "v_dtype": "q8_0", "groups": 1, "value_dim": 33, "buckets": True},
+    "one head each of q4_0": {"k_dtype": "q4_0", "groups": 4, "causal": False},
     "bfloat16 queries": {"q_dtype": torch.bfloat16},
     "float16 queries": {"q_dtype": torch.float16, "k_dtype": "float16"},
     "float64 queries": {"q_dtype": torch.float64, "alibi": True},
@@ -72,6 +81,7 @@ def open_step(
     k_dtype: str = "float32",
     v_dtype: str | None = None,
     v_layout: Any = "rows",
+    hadamard: bool | None = None,
     **_: Any,
 ) -> Iterator[tuple[Step, torch.Tensor]]:
     """An open step and its queries after a random history: sequences in shuffled cells, forks, holes, interleaved and shared rows.
@@ -80,7 +90,7 @@ def open_step(
     """
     rng = np.random.default_rng(seed)
     layer = LayerSpec(groups, 8, value_dim=value_dim, window=window or Window.full())
-    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout)
+    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout, hadamard=hadamard)
     cells, torch_rng = cache.cells, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -114,9 +124,9 @@ def open_step(
         for members in sets:
             mine |= cells.groups[0].owned_by(members[0])
         others = torch.from_numpy(np.flatnonzero(~mine))
-        garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(others.numel()) % 3]
-        cache.store.keys(0)[others] = garbage[:, None, None].to(cache.store.k_dtype)
-        cache.store.values(0)[others] = garbage[:, None, None].to(cache.store.v_dtype)
+        garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(others.numel()) % 3][:, None, None]
+        for codec, memory in ((cache.store.k_codec, cache.store.raw_keys(0)), (cache.store.v_codec, cache.store.raw_values(0))):
+            memory[others] = 255 if codec.is_quantised else garbage.to(codec.dtype)  # bytes of ones are scales that are NaN
         yield step, random(n, HEADS, 8).to(q_dtype)
 
 
@@ -133,6 +143,24 @@ def test_backends_agree_with_the_reference(name: str, feature: str) -> None:
             assert torch.isfinite(expected).all()
             tolerance = TOLERANCE[q.dtype]
             assert torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance), (seed, step.plan.cache.draw())
+
+
+@pytest.mark.parametrize("feature", [feature for feature in FEATURES if "q8_0" in feature or "q4_0" in feature])
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_attention_over_quantised_cells_is_attention_over_their_decoded_numbers(name: str, feature: str) -> None:
+    options, attend = FEATURES[feature], backend(name)
+    score = score_of(**options)
+    for seed in range(4):
+        with open_step(seed, **options) as (step, q):
+            view, cache = step._views[0], step.plan.cache
+            cells = torch.from_numpy(np.flatnonzero(np.logical_or.reduce(step.mask(0))))
+            plain = KVStore(cache.layers, cache.num_cells)
+            k, v = cache.store.gather(0, cells)
+            assert k.isfinite().all()
+            assert v.isfinite().all()
+            plain.write(0, cells, k, v)
+            expected = reference(plain, 0, dataclasses.replace(view, _made={}), q, score)
+            torch.testing.assert_close(attend(cache.store, 0, view, q, score), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_histories_hold_what_they_should() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onekv.attention import Score, View, sdpa
+from onekv.codecs import Codec, hadamard
 from onekv.core import kernels
 from onekv.core.spans import Spans, plan_spans
 from onekv.core.vectors import LANES
@@ -24,12 +25,18 @@ from onekv.storage import KVStore
 ROW_WIDTH: Final = 16  # head widths must be multiples of it for one query to read its cells in place
 _MOST_WORKERS: Final[int] = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when numba is imported
 _NO_FLOATS: Final = np.empty(0, np.float32)
-_AS_STORED: Final = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+# The dtype by which the kernels know how a part is stored.
+_FORMS: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.uint16,
+    "float16": torch.int16,
+    "q8_0": torch.int8,
+    "q4_0": torch.uint8,
+}
 
 
-def _array(tensor: Tensor) -> NDArray[np.generic]:
-    """The memory of a stored part, under the dtype that the kernels know its form by."""
-    array: NDArray[np.generic] = tensor.view(_AS_STORED[tensor.dtype]).numpy()
+def _memory(stored: Tensor, codec: Codec) -> NDArray[np.generic]:
+    array: NDArray[np.generic] = stored.view(_FORMS[codec.name]).numpy()
     return array
 
 
@@ -43,9 +50,12 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
         if view.fixed:
             raise ConfigError("a deterministic cache has no attention with a learned position bias (T5)")
         return sdpa.attend(store, layer, view, q, score)
-    keys, values = _array(store.keys(layer)), _array(store.values(layer))
-    heads, groups = q.shape[1], keys.shape[1]
-    by_row = q.shape[2] % ROW_WIDTH == 0 and values.shape[2] % ROW_WIDTH == 0 and values.flags.c_contiguous
+    keys, values = _memory(store.raw_keys(layer), store.k_codec), _memory(store.raw_values(layer), store.v_codec)
+    heads, groups, v_dim = q.shape[1], keys.shape[1], store.layers[layer].v_dim
+    by_row = q.shape[2] % ROW_WIDTH == 0 and v_dim % ROW_WIDTH == 0 and values.flags.c_contiguous
+    queries = q.detach().to(torch.float32)
+    if store.k_codec.hadamard:
+        queries = hadamard(queries)
     workers = min(torch.get_num_threads(), _MOST_WORKERS)
 
     def plan(view: View) -> Spans:
@@ -64,10 +74,10 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
     spans = view.once(f"spans {heads} {groups} {by_row}", plan)
     if numba.get_num_threads() != workers:
         numba.set_num_threads(workers)
-    parts, v_dim = spans.parts.size, values.shape[2]
+    parts = spans.parts.size
     total = np.empty((parts, heads, v_dim), np.float32)
     top, mass = np.empty((parts, heads), np.float32), np.empty((parts, heads), np.float32)
-    given = (q.detach().to(torch.float32).contiguous().numpy(), keys, values, view.column, view.row_positions, view.queries)
+    given = (queries.contiguous().numpy(), keys, values, view.column, view.row_positions, view.queries)
     how = (np.float32(score.scale), np.float32(score.softcap or 0.0), _floats(score.alibi_slopes), total, top, mass)
     if spans.rows.size:
         widths = (0,) * (q.shape[2] // LANES), (0,) * (v_dim // LANES)
@@ -76,4 +86,6 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
         kernels.groups(*given, view.first, view.last, spans.items, spans.queries, spans.groups, spans.group_shares, *how)
     out = torch.empty(q.shape[0], heads, v_dim, dtype=torch.float32)
     kernels.merge(total, top, mass, spans.parts, spans.offsets, _floats(score.sinks), out.numpy())
+    if store.v_codec.hadamard:
+        out = hadamard(out)
     return out.to(q.dtype)

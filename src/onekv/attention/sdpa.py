@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onekv.attention import Score, View
+from onekv.codecs import hadamard
 from onekv.storage import KVStore
 
 
@@ -116,12 +117,17 @@ def _by_sequence(view: View) -> Iterator[tuple[NDArray[np.int64], tuple[np.int64
 
 def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
     """See `onekv.attention.Attend`. Cost: O(entries the rows see), one gather and one attention call a sequence."""
-    out = torch.empty(q.shape[0], q.shape[1], store.values(layer).shape[2], dtype=torch.float32, device=store.device)
+    out = torch.empty(q.shape[0], q.shape[1], store.layers[layer].v_dim, dtype=torch.float32, device=store.device)
+    queries = q.to(store.device, torch.float32)
+    if store.k_codec.hadamard:  # one transform of the queries instead of one of every key
+        queries = hadamard(queries)
     for run in view.once("runs", lambda v: runs_of(v, store.device)):
-        k, v = store.gather(layer, run.cells)
-        mine = q[run.rows].to(store.device, torch.float32)
+        k, v = store.gather(layer, run.cells, unrotate=False)
+        mine = queries[run.rows]
         bias = score.added(run.distance, store.device) if score.has_bias else None  # [H, t, n]
         out[run.rows] = attend_to(mine, k, v, run.mask, bias, score)
+    if store.v_codec.hadamard:
+        out = hadamard(out)
     return out.to(q.device, q.dtype)
 
 
