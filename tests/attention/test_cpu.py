@@ -55,11 +55,11 @@ def family(cache: KVCache, order: list[int], lengths: dict[int, int]) -> None:
 LENGTHS = {0: 301, 1: 600, 2: 431, 3: 520, 4: 90}
 
 
-@pytest.mark.parametrize("options", [{}, {"k_dtype": "bfloat16"}, {"k_dtype": "float16", "v_dtype": "float32"}], ids=str)
+@pytest.mark.parametrize("dtypes", [("float32",), ("bfloat16",), ("float16", "float32"), ("q8_0",), ("q8_0", "q4_0")], ids=str)
 @pytest.mark.parametrize("window", [Window.full(), Window.sliding(200)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_shared_and_long_rows_agree_with_the_reference(options: dict[str, Any], window: Window, threads: int) -> None:
-    cache = KVCache([LayerSpec(GROUPS, WIDTH, window=window)], 2500, **options)
+def test_shared_and_long_rows_agree_with_the_reference(dtypes: tuple[str, ...], window: Window, threads: int) -> None:
+    cache = KVCache([LayerSpec(GROUPS, WIDTH, window=window)], 2500, k_dtype=dtypes[0], v_dtype=dtypes[-1])
     family(cache, [4, 3, 0, 1, 2], LENGTHS)
     rows = [0, 1, 1, 2, 3, 3, 3, 3, 3, 4]
     scores = [Score(0.3), Score(0.3, softcap=2.0, sinks=torch.linspace(-1, 1, HEADS), alibi_slopes=torch.linspace(0, 0.1, HEADS))]
