@@ -35,7 +35,7 @@ ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model'
 Cells = Annotated[int | None, typer.Option("--cells", min=1, help="Size of the buffer in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
-Weights = Annotated[str, typer.Option(help="float32 or auto.")]
+Weights = Annotated[str, typer.Option(help="float32, bfloat16, int4 or auto (bfloat16 where the processor has it).")]
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf as package
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, pre_tokenizers
@@ -35,6 +36,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.utils import logging as transformers_logging
 
 from onekv.errors import ConfigError, OneKVError, UnsupportedModel
+from onekv.models import linears
 from onekv.models.pull import home
 
 _FORMAT: Final = 1  # of the converted directory; raise it when a rule changes what a file turns into
@@ -193,6 +195,122 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         bars.enable_progress_bar()
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """The quantised blocks of a file as groups of `linears`, by the name of the layer they became.
+
+    Q4_0, Q4_1, Q4_K and Q8_0 map without a second rounding of the integers; scales and zeros are rounded to bfloat16. Other types of more
+    than 4 bits become 8 bits. In a file without 4-bit blocks nothing but the output layer is kept in 8 bits.
+
+    Args:
+        path:  the file
+        model: the model that was converted from it, its weights not packed yet
+    """
+
+    def __init__(self, path: Path, model: Any) -> None:
+        file = GGUFFile(path)
+        weights_map: Any = get_gguf_hf_weights_map
+        processor_of: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor = processor_of(config=model.config.to_dict())
+        with quiet(), _parsed_once(file):
+            used = weights_map(model, self._processor)
+        weights = model.state_dict()
+        tensors = {weights[used[t.name]].data_ptr(): t for t in file.reader.tensors if t.name in used}
+        # By address: the output layer may be tied to the embedding, and is then stored under the embedding's name only.
+        self._tensors = {
+            name: tensors[module.weight.data_ptr()]
+            for name, module in model.named_modules()
+            if type(module) is torch.nn.Linear and module.weight.data_ptr() in tensors
+        }
+        head = model.get_output_embeddings()
+        self._head = next((name for name, module in model.named_modules() if module is head), None)
+        self._has_four_bits = any(t.tensor_type in _FOUR_BITS for t in self._tensors.values())
+
+    def __call__(self, name: str, weight: torch.Tensor) -> linears.Groups | None:
+        """The groups of a layer's weight [N, K]; None: round the weight itself."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        read: Callable[[Any], linears.Groups] | None = _FOUR_BITS.get(tensor.tensor_type)
+        if read is None and (self._has_four_bits or name == self._head):
+            read = _eight_bits(weight) if tensor.tensor_type in _MORE_BITS else _EIGHT_BITS.get(tensor.tensor_type)
+        if read is None:
+            return None
+        # transformers reorders the rows of some weights; the processor is given their numbers to learn the order.
+        order = self._processor.process(np.arange(weight.shape[0])[:, None], name=tensor.name).weights[:, 0]
+        data = tensor.data.reshape(weight.shape[0], -1)[order]
+        groups = read(data)
+        if tensor.tensor_type not in _MORE_BITS and not _stands_for(groups, tensor.tensor_type, data, weight):
+            return None
+        return groups
+
+
+def _stands_for(groups: linears.Groups, kind: Any, data: Any, weight: torch.Tensor) -> bool:
+    """Whether blocks are those that a weight was dequantised from."""
+    if groups.q.shape != (weight.shape[0], weight.shape[1] * groups.copies):
+        return False
+    return torch.equal(torch.from_numpy(package.quants.dequantize(data, kind)).to(weight.dtype), weight)
+
+
+def _halves(raw: Any) -> torch.Tensor:
+    """Pairs of bytes [..., 2] as float16 -> [...] float32."""
+    return torch.from_numpy(np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32))
+
+
+def _split(data: Any, block_bytes: int) -> Any:
+    """Rows of bytes -> [N, blocks, bytes of a block]."""
+    return data.reshape(data.shape[0], -1, block_bytes)
+
+
+def _unpacked(raw: Any) -> torch.Tensor:
+    """Bytes [N, blocks, 16], the low halves first -> integers [N, 32 * blocks]."""
+    return torch.from_numpy(np.concatenate((raw & 15, raw >> 4), -1).reshape(raw.shape[0], -1))
+
+
+def _q4_0(data: Any) -> linears.Groups:
+    blocks = _split(data, 18)
+    scale = _halves(blocks[..., :2])
+    return linears.nibbles(_unpacked(blocks[..., 2:]), scale, torch.zeros_like(scale))
+
+
+def _q4_1(data: Any) -> linears.Groups:
+    blocks = _split(data, 20)
+    scale, least = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    return linears.nibbles(_unpacked(blocks[..., 4:]), scale, least + 8 * scale)
+
+
+def _q4_k(data: Any) -> linears.Groups:
+    """8 groups of 32 a block: 6 bits each for scale and minimum, times the block's two factors."""
+    blocks = _split(data, 144)
+    factor, least = _halves(blocks[..., :2])[..., None], _halves(blocks[..., 2:4])[..., None]
+    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = np.concatenate((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
+    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
+    raw = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    q = np.concatenate((raw & 15, raw >> 4), -2).reshape(blocks.shape[0], -1)
+    rows = blocks.shape[0]
+    scale = (factor * torch.from_numpy(scales)).reshape(rows, -1)
+    return linears.nibbles(torch.from_numpy(q), scale, 8 * scale - (least * torch.from_numpy(minima)).reshape(rows, -1))
+
+
+def _q8_0(data: Any) -> linears.Groups:
+    blocks = _split(data, 34)
+    values = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(blocks.shape[0], -1)
+    return linears.bytes_in_groups(torch.from_numpy(values), _halves(blocks[..., :2]))
+
+
+def _eight_bits(weight: torch.Tensor) -> Callable[[Any], linears.Groups]:
+    return lambda data: linears.eight_bits(weight)
+
+
+_TYPES: Final = package.GGMLQuantizationType
+_FOUR_BITS: Final = {_TYPES.Q4_0: _q4_0, _TYPES.Q4_1: _q4_1, _TYPES.Q4_K: _q4_k}
+_EIGHT_BITS: Final = {_TYPES.Q8_0: _q8_0}
+_MORE_BITS: Final = frozenset({_TYPES.Q5_0, _TYPES.Q5_1, _TYPES.Q5_K, _TYPES.Q6_K, _TYPES.Q8_1, _TYPES.Q8_K})
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------
