@@ -120,12 +120,19 @@ def tokenizer_named() -> Callable[[str], PreTrainedTokenizerFast]:
 # --- GGUF ---------------------------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+    kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
     """A GGUF file of a tiny Llama, Qwen2, Qwen3 or Gemma, as llama.cpp's converter would write it.
 
     Args:
         metadata: keys to add, to change, or to leave out (None)
         tensors:  tensors to add, to change, or to leave out (None)
+        kinds:    how to quantise tensors whose name contains the key; others are float32
     """
     config = model.config
     arch = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
@@ -172,7 +179,9 @@ def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | No
             _add(writer, key, value)
     for name, array in (arrays | (tensors or {})).items():
         if array is not None:
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+            kind = next((kind for part, kind in (kinds or {}).items() if part in name), gguf.GGMLQuantizationType.F32)
+            array = np.ascontiguousarray(array, np.float32)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,8 +212,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def make_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Writes a tiny GGUF file."""
 
-    def build(model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
-        return write_gguf(tmp_path / "tiny.gguf", model, metadata, tensors)
+    def build(
+        model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **kinds: Any
+    ) -> Path:
+        return write_gguf(tmp_path / "tiny.gguf", model, metadata, tensors, **kinds)
 
     return build
 

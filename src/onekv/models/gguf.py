@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ from onekv.models.pull import home
 
 _FORMAT: Final = 1  # of the converted directory; raise it when a rule changes what a file turns into
 _STAMP: Final = "onekv.json"
+_INDEX: Final = "blocks.json"
 _BLOCK: Final = 1 << 20
 _FRESH_S: Final = 2.0  # a file changed this recently may change again within the clock's tick, so its digest is not remembered
 
@@ -163,6 +164,7 @@ def _convert_into(file: GGUFFile, directory: Path) -> None:
     model.config.__dict__.pop("quantization_config", None)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    _write_index(file, model, directory)
 
 
 @contextlib.contextmanager
@@ -207,53 +209,94 @@ class Blocks:
     than 4 bits become 8 bits. In a file without 4-bit blocks nothing but the output layer is kept in 8 bits.
 
     Args:
-        path:  the file
-        model: the model that was converted from it, its weights not packed yet
+        path:      the file
+        directory: what it was converted to
+        model:     the model loaded from there, its weights not packed yet
     """
 
-    def __init__(self, path: Path, model: Any) -> None:
-        file = GGUFFile(path)
-        weights_map: Any = get_gguf_hf_weights_map
-        processor_of: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    def __init__(self, path: Path, directory: Path, model: Any) -> None:
+        index = _read_index(path, directory, model)
+        processor_of: Any = TENSOR_PROCESSORS.get(index.architecture, TensorProcessor)
         self._processor = processor_of(config=model.config.to_dict())
-        with quiet(), _parsed_once(file):
-            used = weights_map(model, self._processor)
+        self._bytes = np.memmap(path, np.uint8, mode="r")
         weights = model.state_dict()
-        tensors = {weights[used[t.name]].data_ptr(): t for t in file.reader.tensors if t.name in used}
+        stored = {weights[name].data_ptr(): tensor for name, tensor in index.tensors.items()}
         # By address: the output layer may be tied to the embedding, and is then stored under the embedding's name only.
         self._tensors = {
-            name: tensors[module.weight.data_ptr()]
+            name: stored[module.weight.data_ptr()]
             for name, module in model.named_modules()
-            if type(module) is torch.nn.Linear and module.weight.data_ptr() in tensors
+            if type(module) is torch.nn.Linear and module.weight.data_ptr() in stored
         }
         head = model.get_output_embeddings()
         self._head = next((name for name, module in model.named_modules() if module is head), None)
-        self._has_four_bits = any(t.tensor_type in _FOUR_BITS for t in self._tensors.values())
+        self._has_four_bits = any(tensor.kind in _FOUR_BITS for tensor in self._tensors.values())
 
     def __call__(self, name: str, weight: torch.Tensor) -> linears.Groups | None:
         """The groups of a layer's weight [N, K]; None: round the weight itself."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        read: Callable[[Any], linears.Groups] | None = _FOUR_BITS.get(tensor.tensor_type)
+        read: Callable[[Any], linears.Groups] | None = _FOUR_BITS.get(tensor.kind)
         if read is None and (self._has_four_bits or name == self._head):
-            read = _eight_bits(weight) if tensor.tensor_type in _MORE_BITS else _EIGHT_BITS.get(tensor.tensor_type)
+            if tensor.kind in _MORE_BITS:
+                return linears.eight_bits(weight) if weight.shape[1] % linears.GROUP == 0 else None
+            read = _EIGHT_BITS.get(tensor.kind)
         if read is None:
             return None
         # transformers reorders the rows of some weights; the processor is given their numbers to learn the order.
         order = self._processor.process(np.arange(weight.shape[0])[:, None], name=tensor.name).weights[:, 0]
-        data = tensor.data.reshape(weight.shape[0], -1)[order]
-        groups = read(data)
-        if tensor.tensor_type not in _MORE_BITS and not _stands_for(groups, tensor.tensor_type, data, weight):
-            return None
-        return groups
+        data = self._bytes[tensor.start : tensor.start + tensor.size].reshape(weight.shape[0], -1)[order]
+        return read(data) if _stands_for(data, tensor.kind, weight) else None
 
 
-def _stands_for(groups: linears.Groups, kind: Any, data: Any, weight: torch.Tensor) -> bool:
-    """Whether blocks are those that a weight was dequantised from."""
-    if groups.q.shape != (weight.shape[0], weight.shape[1] * groups.copies):
-        return False
-    return torch.equal(torch.from_numpy(package.quants.dequantize(data, kind)).to(weight.dtype), weight)
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where a tensor lies in a file: `size` bytes from `start`."""
+
+    name: str
+    kind: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The tensors of a file by the name of the weight that each became."""
+
+    architecture: str
+    tensors: dict[str, _Tensor]
+
+
+def _read_index(path: Path, directory: Path, model: Any) -> _Index:
+    """What the conversion noted; files converted without a note are parsed again, once."""
+    try:
+        noted = json.loads((directory / _INDEX).read_text())
+        return _Index(noted["architecture"], {name: _Tensor(*tensor) for name, tensor in noted["tensors"].items()})
+    except (OSError, ValueError, KeyError, TypeError):
+        file = GGUFFile(path)
+        with quiet(), _parsed_once(file):
+            return _write_index(file, model, directory)
+
+
+def _write_index(file: GGUFFile, model: Any, directory: Path) -> _Index:
+    weights_map: Any = get_gguf_hf_weights_map
+    processor_of: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    used = weights_map(model, processor_of(config=model.config.to_dict()))
+    tensors = {
+        used[t.name]: _Tensor(t.name, int(t.tensor_type), int(t.data_offset), int(t.n_bytes)) for t in file.reader.tensors if t.name in used
+    }
+    beside = directory / f"{_INDEX}.{os.getpid()}"
+    beside.write_text(json.dumps({"architecture": file.architecture, "tensors": {name: astuple(t) for name, t in tensors.items()}}))
+    os.replace(beside, directory / _INDEX)
+    return _Index(file.architecture, tensors)
+
+
+def _stands_for(data: Any, kind: int, weight: torch.Tensor) -> bool:
+    """Whether rows of blocks are those that a weight was dequantised from, judged by some of the rows."""
+    rows = np.unique(np.linspace(0, weight.shape[0] - 1, 64).astype(np.int64))
+    values = torch.from_numpy(package.quants.dequantize(data[rows], _TYPES(kind)))
+    found = weight.detach()[torch.from_numpy(rows)]
+    return values.shape == found.shape and torch.equal(values.to(weight.dtype), found)
 
 
 def _halves(raw: Any) -> torch.Tensor:
@@ -303,14 +346,10 @@ def _q8_0(data: Any) -> linears.Groups:
     return linears.bytes_in_groups(torch.from_numpy(values), _halves(blocks[..., :2]))
 
 
-def _eight_bits(weight: torch.Tensor) -> Callable[[Any], linears.Groups]:
-    return lambda data: linears.eight_bits(weight)
-
-
 _TYPES: Final = package.GGMLQuantizationType
-_FOUR_BITS: Final = {_TYPES.Q4_0: _q4_0, _TYPES.Q4_1: _q4_1, _TYPES.Q4_K: _q4_k}
-_EIGHT_BITS: Final = {_TYPES.Q8_0: _q8_0}
-_MORE_BITS: Final = frozenset({_TYPES.Q5_0, _TYPES.Q5_1, _TYPES.Q5_K, _TYPES.Q6_K, _TYPES.Q8_1, _TYPES.Q8_K})
+_FOUR_BITS: Final[dict[int, Callable[[Any], linears.Groups]]] = {_TYPES.Q4_0: _q4_0, _TYPES.Q4_1: _q4_1, _TYPES.Q4_K: _q4_k}
+_EIGHT_BITS: Final[dict[int, Callable[[Any], linears.Groups]]] = {_TYPES.Q8_0: _q8_0}
+_MORE_BITS: Final[frozenset[int]] = frozenset({_TYPES.Q5_0, _TYPES.Q5_1, _TYPES.Q5_K, _TYPES.Q6_K, _TYPES.Q8_1, _TYPES.Q8_K})
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------

@@ -261,7 +261,8 @@ class Model:
         return torch.stack([row for row in last if row is not None])
 
     def __repr__(self) -> str:
-        return f"Model({self._hooked.name}, {self._hooked.model.dtype}, {self.device})"
+        weights = "" if self.weights is None else f"{self.weights} weights, "
+        return f"Model({self._hooked.name}, {weights}{self._hooked.model.dtype}, {self.device})"
 
     @cached_property
     def _owner(self) -> list[int]:
@@ -380,7 +381,7 @@ def load_model(
         raise ConfigError(f"cannot load {name_or_path}: {str(error).strip().splitlines()[0]}") from error
     loaded = Model(model.to(device), tokenizer)
     if device.type == "cpu":
-        blocks = gguf.Blocks(blocks_path, model) if kind == "int4" and blocks_path is not None else None
+        blocks = gguf.Blocks(blocks_path, Path(source), model) if kind == "int4" and blocks_path is not None else None
         loaded._pack(kind, blocks, deterministic)
     return loaded
 

@@ -13,6 +13,7 @@ from onekv.models.hooks import Sink
 
 _ROWS: Final = 40
 _COUNTS: Final = (1, 2, 7, 16, 33)
+_FARTHEST: Final = 4096  # far enough; tables of angles are built up to the farthest position
 
 # sink, tokens [T], positions [T], keep [n] -> logits [n, V]
 Evaluate = Callable[[Sink, Tensor, Tensor, Tensor], Tensor]
@@ -48,8 +49,8 @@ def dependence(evaluate: Evaluate, num_tokens: int, max_positions: int, rows: in
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(num_tokens, (rows,), generator=generator)
-    positions = torch.randint(max_positions, (rows,), generator=generator)
-    whole, of_whole = AloneSink(), None
+    positions = torch.randint(min(max_positions, _FARTHEST), (rows,), generator=generator)
+    whole = AloneSink()
     of_whole = evaluate(whole, tokens, positions, torch.arange(rows))
     for count in counts:
         chosen = torch.randperm(rows, generator=generator)[:count]
