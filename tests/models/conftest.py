@@ -212,9 +212,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def make_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Writes a tiny GGUF file."""
 
-    def build(
-        model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **kinds: Any
-    ) -> Path:
+    def build(model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **kinds: Any) -> Path:
         return write_gguf(tmp_path / "tiny.gguf", model, metadata, tensors, **kinds)
 
     return build

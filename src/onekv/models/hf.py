@@ -46,6 +46,8 @@ _NOT_IDENTITY: Final = (
     "quantization_config",
 )
 _SAMPLES: Final = 16
+# What `load_model` packed a transformers model for; by reference only, so that neither keeps the other.
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Model]] = weakref.WeakKeyDictionary()
 
 
 class Model:
@@ -383,7 +385,14 @@ def load_model(
     if device.type == "cpu":
         blocks = gguf.Blocks(blocks_path, Path(source), model) if kind == "int4" and blocks_path is not None else None
         loaded._pack(kind, blocks, deterministic)
+        _loaded[model] = weakref.ref(loaded)
     return loaded
+
+
+def loaded_as(model: PreTrainedModel) -> Model | None:
+    """The living Model that `load_model` packed a transformers model for; None if there is none."""
+    reference = _loaded.get(model)
+    return None if reference is None else reference()
 
 
 def _locate(name: str) -> tuple[str, bool, Path | None]:

@@ -343,23 +343,20 @@ class Packed(nn.Module):
     """A linear layer whose weight is packed. It takes rows of any float dtype and answers in theirs; it cannot be trained or saved.
 
     Attributes:
-        product: the product, of all parts where several layers share one
-        columns: which of the product's columns are this layer's; None: all
+        product: the product, of all layers where several share one
         weight:  a stand-in with the shape and dtype, and no data
     """
 
-    def __init__(self, product: Product, shape: tuple[int, int], columns: slice | None = None) -> None:
+    def __init__(self, product: Product, shape: tuple[int, int], part: Part | None = None) -> None:
         super().__init__()
         self.product = product
-        self.columns = columns
+        self.part = part
         self.out_features, self.in_features = shape
         self.weight = torch.empty(shape, dtype=product.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., N]. A layer that shares a product computes the whole of it."""
-        out = self.product(x.reshape(-1, x.shape[-1]).to(self.product.dtype))
-        if self.columns is not None:
-            out = out[:, self.columns]
+        """x [..., K] -> [..., N]."""
+        out = _rows(self.product, x) if self.part is None else self.part.of(x)
         return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -367,6 +364,42 @@ class Packed(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {type(self.product).__name__}"
+
+
+def _rows(product: Product, x: Tensor) -> Tensor:
+    """[..., K] of any float dtype -> [rows, N]."""
+    return product(x.reshape(-1, x.shape[-1]).to(product.dtype))
+
+
+class Shared:
+    """A product of several layers that are called one after the other with the same rows, computed at the first call."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.next: Part | None = None
+        self.x: Tensor | None = None
+        self.out: Tensor | None = None
+
+
+class Part:
+    """One layer's columns of a shared product."""
+
+    def __init__(self, shared: Shared, columns: slice) -> None:
+        self.shared = shared
+        self.columns = columns
+        self.follower: Part | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """[..., K] -> [rows, N]."""
+        shared = self.shared
+        if shared.out is not None and shared.next is self and shared.x is x:
+            out = shared.out
+        else:
+            out = _rows(shared.product, x)
+        # Kept only for the layer that is called next, so that rows changed in place later are not mistaken for these.
+        shared.next = self.follower
+        shared.x, shared.out = (None, None) if self.follower is None else (x, out)
+        return out[:, self.columns]
 
 
 @dataclass(frozen=True)
@@ -434,15 +467,17 @@ class _Maker:
         with torch.no_grad():
             product = self._product(linears, [names[id(linear)] for linear in linears])
         self.nbytes += product.nbytes
-        start = 0
+        shared, start, before = Shared(product), 0, None
         for child, linear in zip(children, linears, strict=True):
             end = start + linear.out_features
-            columns = None if len(linears) == 1 else slice(start, end)
-            packed = Packed(product, (linear.out_features, linear.in_features), columns)
+            part = None if len(linears) == 1 else Part(shared, slice(start, end))
+            if before is not None:
+                before.follower = part
+            packed = Packed(product, (linear.out_features, linear.in_features), part)
             packed.training = linear.training
             setattr(parent, child, packed)
             self._made[id(linear)] = packed
-            start = end
+            start, before = end, part
 
     def _product(self, linears: Sequence[nn.Linear], names: Sequence[str]) -> Product:
         parts: list[Tensor] = [linear.weight for linear in linears]
