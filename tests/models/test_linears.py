@@ -310,6 +310,22 @@ def test_the_fingerprint_does_not_depend_on_how_weights_are_kept(saved: Callable
     assert prints == {Model(tiny("llama", **WIDE)).fingerprint}
 
 
+@pytest.mark.usefixtures("bfloat16_processor")
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "int4"])
+def test_a_processor_with_bfloat16_gets_products_in_bfloat16(kind: str, saved: Callable[..., str], tiny: Tiny, tokens_of: Tokens) -> None:
+    model = load_model(saved("llama", **WIDE), weights=kind)
+    products = {type(module.product) for module in model.transformers_model.modules() if isinstance(module, linears.Packed)}
+    assert products == {linears.ByRows if kind == "int4" else linears.OneDNN}
+    assert all(
+        module.product.dtype == torch.bfloat16 for module in model.transformers_model.modules() if isinstance(module, linears.Packed)
+    )
+    (prompt,) = tokens_of((13,))
+    got = model.extend(cache_for(model, 32), [0], [prompt])[0]
+    assert got.dtype == torch.float32
+    expected = alone(tiny("llama", **WIDE), prompt)[-1]
+    assert 0 < (got - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4"])
 def test_a_packed_models_own_forward_agrees_with_the_one_over_cells(kind: str, saved: Callable[..., str], tokens_of: Tokens) -> None:
     model = load_model(saved("llama", **WIDE), weights=kind)
@@ -453,6 +469,17 @@ def test_a_row_of_a_deterministic_model_has_the_same_bits_whatever_rows_come_wit
     model = load_model(saved(family, **{**WIDE, "intermediate_size": 75, "num_hidden_layers": 4}), weights=kind, deterministic=True)
     assert model.deterministic
     assert differences(model, 512, tuple(ROWS[:-1])) is None
+
+
+def test_rows_are_not_cut_where_a_threads_share_ends(saved: Callable[..., str]) -> None:
+    # 899 rows of 75 elements for 3 threads: each share ends within a row.
+    model = load_model(saved("llama", intermediate_size=75), weights="float32", deterministic=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert differences(model, 899, (1, 300, 600)) is None
+    finally:
+        torch.set_num_threads(threads)
 
 
 def differences(model: Model, rows: int, counts: tuple[int, ...]) -> str | None:

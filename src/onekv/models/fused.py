@@ -11,6 +11,7 @@ and nobody has put a hook on it; any other model runs through transformers' own 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -198,17 +199,22 @@ class Fused:
 
 
 class _Norm:
-    """Root mean square over the last axis, in float32."""
+    """weight * x / sqrt(mean(x * x) + eps) over the last axis, in float32.
 
-    def __init__(self, module: Any) -> None:
-        weight = module.weight.detach().float()
-        is_gemma = isinstance(module, gemma3.Gemma3RMSNorm)
-        self.weight = weight + 1.0 if is_gemma else weight.clone()
-        self.eps = float(module.eps if is_gemma else module.variance_epsilon)
-        self._shape = self.weight.shape
+    Written as sqrt(E) weight * x / sqrt(sum(x * x) + E eps) in calls that torch does not split further: F.rms_norm is eight of them, and
+    takes twice the time for one row.
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        weights = [module.weight.detach().float() + (1.0 if isinstance(module, gemma3.Gemma3RMSNorm) else 0.0) for module in modules]
+        width = weights[0].shape[0]
+        self.weight = torch.stack(weights).mul_(math.sqrt(width)).squeeze(0)
+        self._floor = width * float(getattr(modules[0], "eps", None) or modules[0].variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self.eps)
+        size: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        x = x * size.square_().add_(self._floor).rsqrt_()
+        return x.mul_(self.weight)
 
 
 class _Angles:
@@ -257,11 +263,10 @@ class _Layer:
         self._heads = attention.q_proj.out_features // self._width
         self._turned = self._heads + attention.k_proj.out_features // self._width  # heads of q and k together
         self._scale = float(attention.scaling)
-        self._head_norm: tuple[Tensor, float] | None = None
+        self._head_norm: _Norm | None = None
         if hasattr(attention, "q_norm"):
-            q, k = _Norm(attention.q_norm), _Norm(attention.k_norm)
-            weights = [q.weight.expand(self._heads, -1), k.weight.expand(self._turned - self._heads, -1)]
-            self._head_norm = torch.cat(weights).contiguous(), q.eps
+            groups = self._turned - self._heads
+            self._head_norm = _Norm(*[attention.q_norm] * self._heads, *[attention.k_norm] * groups)  # a weight for each head
         self._angles: _Angles | None = None
         if getattr(attention, "use_rope", True):
             kind = attention.layer_type if is_gemma else None
@@ -298,8 +303,7 @@ class _Layer:
         One multiplication or addition a call: each is rounded alone, so that a result does not depend on where torch cuts the rows.
         """
         if self._head_norm is not None:
-            weight, eps = self._head_norm
-            x = F.rms_norm(x.float(), (self._width,), None, eps).mul_(weight)
+            x = self._head_norm(x.float())
         if self._angles is None:
             return x
         return (x * self._angles.cos).add_(x.roll(self._width // 2, -1) * self._angles.sin)
