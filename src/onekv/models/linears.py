@@ -30,8 +30,8 @@ GROUP: Final = 32  # weights that share a scale: llama.cpp's block, so that its 
 FEW_ROWS: Final = 6  # measured on Zen 4: the int4 pack is faster than packed bfloat16 up to 6 to 8 rows; it unpacks a weight for every row
 _FIXED_ROWS: Final = 16
 _EDGE: Final = 32
-_ROW_COUNTS: Final = (1, 2, 3, 5, 8, 13, 16, 17, 33)
-_MOST_ROWS: Final = 48
+_ROW_COUNTS: Final = (1, 2, 3, 5, 8, 13, 16, 17, 33, 100)
+_MOST_ROWS: Final = 200
 
 _log = logging.getLogger("onekv.weights")
 _said: set[str] = set()
@@ -458,6 +458,7 @@ class _Maker:
         self._blocks = blocks
         self._head = head
         self._made: dict[int, Packed] = {}
+        self._is_fixed: dict[tuple[type, torch.Size], bool] = {}
 
     def replace(self, parent: nn.Module, children: tuple[str, ...], names: Mapping[int, str]) -> None:
         linears = [cast(nn.Linear, getattr(parent, child)) for child in children]
@@ -492,7 +493,14 @@ class _Maker:
                 product = ByRows(product, floating(weight, bias, torch.bfloat16))
         if product is None:
             product = floating(weight, bias, torch.float32 if self._kind == "float32" else torch.bfloat16)
-        return independent(product, weight.shape[1]) if self._deterministic else product
+        return self._independent(product, weight) if self._deterministic else product
+
+    def _independent(self, product: Product, weight: Tensor) -> Product:
+        """Judged once for every kind and shape: a kernel is chosen by them."""
+        key = (type(product), weight.shape)
+        if key not in self._is_fixed:
+            self._is_fixed[key] = isinstance(independent(product, weight.shape[1]), FixedRows)
+        return FixedRows(product) if self._is_fixed[key] else product
 
     def _groups(self, linear: nn.Linear, name: str) -> Groups:
         groups = None if self._blocks is None else self._blocks(name, linear.weight)
