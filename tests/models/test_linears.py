@@ -296,6 +296,16 @@ def test_layers_that_int4_cannot_hold_are_kept_in_bfloat16(tiny: Tiny) -> None:
         assert isinstance(odd.product, (linears.OneDNN, linears.Plain))
 
 
+def test_int4_keeps_the_output_layer_in_8_bits(tiny: Tiny) -> None:
+    model, x = tiny("llama", **WIDE).bfloat16(), random(3, 64, dtype=torch.bfloat16)
+    head = model.lm_head.weight.detach().float()
+    linears.pack(model, "int4")
+    expected = F.linear(x.float(), head)
+    assert (model.lm_head(x).float() - expected).abs().max() < 0.015 * expected.abs().max()
+    # The negative control: 4 bits are farther.
+    assert (F.linear(x.float(), linears.four_bits(head).weight) - expected).abs().max() > 0.03 * expected.abs().max()
+
+
 def test_a_packed_model_refuses_to_be_saved(saved: Callable[..., str], tmp_path: Path) -> None:
     model = load_model(saved("llama"), weights="float32")
     with pytest.raises(OneKVError, match="packed weights cannot be saved"):
@@ -449,6 +459,23 @@ class _Counting:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         place = torch.arange(x.shape[0])[:, None] if self.depends_on_place else 0
         return x[:, :3] + x.shape[0] * 1e-3 + place
+
+
+def test_a_model_is_deterministic_on_a_kernel_that_depends_on_the_number_of_rows(
+    saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply = linears._multiply_onednn
+    monkeypatch.setattr(linears, "_multiply_onednn", lambda x, packed, bias: multiply(x, packed, bias) * (1 + 1e-6 * x.shape[0]))
+    model = load_model(saved("llama", **WIDE), weights="float32", deterministic=True)
+    products = [module.product for module in model.transformers_model.modules() if isinstance(module, linears.Packed)]
+    assert {type(product) for product in products} == {linears.FixedRows}
+    assert differences(model, 100, (1, 3, 40)) is None
+
+
+def test_a_product_whose_rows_are_independent_is_left_as_it_is() -> None:
+    product = linears.grouped(linears.four_bits(random(64, 64)), None)
+    assert product is not None
+    assert linears.independent(product, 64) is product
 
 
 def test_a_product_that_depends_on_the_number_of_rows_is_given_a_fixed_number() -> None:

@@ -12,6 +12,7 @@ each weight when it is packed; nothing here knows layers, sequences or cells. Ev
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -517,8 +518,14 @@ def _pack_onednn(weight: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8))
 
 
+@functools.cache
+def _onednn() -> Callable[..., Tensor]:
+    """Looked up once: finding the operator and its overload takes longer than a small product's arithmetic."""
+    return cast(Callable[..., Tensor], torch.ops.mkldnn._linear_pointwise.default)
+
+
 def _multiply_onednn(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
+    return _onednn()(x, packed, bias, "none", [], "")
 
 
 def _pack_int4(q: Tensor) -> Tensor:
