@@ -4,10 +4,13 @@ Owns how a projection's weight is kept and multiplied. `pack` replaces the linea
 each weight when it is packed; nothing here knows layers, sequences or cells. Every private operator of torch is behind one function below
 `--- torch's private operators`, tried once at load, with `torch.nn.functional.linear` where it is missing or refuses.
 
-    kind      few rows                                   many rows                      bytes a weight
-    float32   oneDNN, packed                             the same                       4
-    bfloat16  oneDNN, packed; activations bfloat16       the same                       2
-    int4      groups of 32 weights with scale and zero   as bfloat16, unpacked from it  0.625, and 2 for many rows
+    kind      few rows                                   many rows                            bytes a weight
+    float32   oneDNN, packed                             the same                             4
+    bfloat16  oneDNN, packed; activations bfloat16       the same                             2
+    int4      groups of 32 weights with scale and zero   another copy, packed as bfloat16     0.625, and 2 for the copy
+
+Without bfloat16 instructions "bfloat16" multiplies the rounded weights in float32, 4 bytes each, and "int4" keeps no copy: the groups serve
+any number of rows, at half the speed of float32 for many.
 """
 
 from __future__ import annotations
