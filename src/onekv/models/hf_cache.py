@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from onekv.cache import KVCache, Plan, SeqLike, Sequence
 from onekv.core.batch import Batch
 from onekv.errors import BatchError, ConfigError, OneKVError, WindowLost
-from onekv.models.hf import Model
+from onekv.models.hf import Model, loaded_as
 from onekv.storage import LayerSpec
 
 Bools = NDArray[np.bool_]
@@ -384,7 +384,8 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
         The model is not attached in either case.
     Cost: three forwards of two or three rows, unless a Model was probed before.
     """
-    mine = model if isinstance(model, Model) else Model(model)  # probed anew: weights and code may have changed
+    # Packed weights cannot have changed; others, and code, may have: probed anew.
+    mine = model if isinstance(model, Model) else loaded_as(model) or Model(model)
     known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
