@@ -377,7 +377,7 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     Args:
         model:     a Model or a transformers model; the latter is put into evaluation mode
         num_cells: as for `KVCache`
-        settings:  anything else `KVCache` takes; device, vocab_size and fingerprint come from the model unless given here
+        settings:  anything else `KVCache` takes; device, vocab_size, deterministic and fingerprint come from the model unless given here
     Raises:
         UnsupportedModel: names the part of the model that cannot be served exactly.
         ConfigError: a setting that cannot work.
@@ -387,6 +387,7 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     # Packed weights cannot have changed; others, and code, may have: probed anew.
     mine = model if isinstance(model, Model) else loaded_as(model) or Model(model)
     known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
+    known["deterministic"] = mine.deterministic
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
     kv = KVCache(mine.layers, num_cells, **(known | settings))
