@@ -150,7 +150,7 @@ def test_every_layer_attends_once_or_the_step_is_refused(tiny: Tiny) -> None:
     assert model._fused is not None
     del model._fused._layers[2]
     (step,) = cache.plan(Batch([5]))
-    with pytest.raises(UnsupportedModel, match=r"layers \[2\] did not attend exactly once"), step:
+    with pytest.raises(UnsupportedModel, match=r"layers \[2\] did not attend"), step:
         model.forward(step)
     assert cache.num_used == 0
 

@@ -22,6 +22,11 @@ from onekv.core.vectors import LANES
 from onekv.errors import ConfigError
 from onekv.storage import KVStore
 
+# Numba starts its threads at the first use, and where it shares an OpenMP runtime with torch that changes how many torch uses.
+_chosen_by_user = torch.get_num_threads()
+numba.get_num_threads()
+torch.set_num_threads(_chosen_by_user)
+
 ROW_WIDTH: Final = 16  # head widths must be multiples of it for one query to read its cells in place
 _MOST_WORKERS: Final[int] = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set when numba is imported
 _NO_FLOATS: Final = np.empty(0, np.float32)
