@@ -255,7 +255,7 @@ class KVStore:
         spec, rows = self.layers[layer], slots.shape[0]
         for name, came, width in (("k", k, spec.head_dim), ("v", v, spec.v_dim)):
             expected = (rows, spec.num_kv_heads, width)
-            if tuple(came.shape) != expected:
+            if came.shape != expected:
                 raise ConfigError(f"layer {layer}: {name} has shape {tuple(came.shape)}, expected [T, G, D] = {list(expected)}")
             if not came.is_floating_point():
                 raise ConfigError(f"layer {layer}: {name} must be a float tensor, got {came.dtype}")
@@ -278,12 +278,14 @@ class KVStore:
 
     def write(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Overwrite keys, values or both of the given cells, [n, G, D] and [n, G, Dv] of any float dtype; converted or quantised."""
-        self.write_raw(
-            layer,
-            cells,
-            None if k is None else self.k_codec.encode(k.detach().to(self.device)),
-            None if v is None else self.v_codec.encode(v.detach().to(self.device)),
-        )
+        self.write_raw(layer, cells, self._encoded(self.k_codec, k), self._encoded(self.v_codec, v))
+
+    def _encoded(self, codec: Codec, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        if x.requires_grad:
+            x = x.detach()
+        return x if x.dtype == codec.dtype and x.device == self.device else codec.encode(x.to(self.device))
 
     def write_raw(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Overwrite the memory of the given cells with what the codecs have encoded, bit for bit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -115,14 +115,14 @@ class View:
     column: NDArray[np.int32]
     row_positions: NDArray[np.int32]
     fixed: bool = False
-    _made: dict[str, object] = field(default_factory=dict)
+    _made: dict[Hashable, object] = field(default_factory=dict)
 
     @property
     def queries(self) -> NDArray[np.int32]:
         """[T] what windows and biases are measured from: the position, or its first component."""
         return self.positions[0] if self.positions.ndim == 2 else self.positions
 
-    def once(self, name: str, make: Callable[[View], _Made]) -> _Made:
+    def once(self, name: Hashable, make: Callable[[View], _Made]) -> _Made:
         """`make(view)`, computed at the first call and shared by the layers of the group."""
         if name not in self._made:
             self._made[name] = make(self)
