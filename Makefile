@@ -37,8 +37,8 @@ pages: .venv/installed
 	$(BIN)/python tests/models/report.py
 
 bench: setup
-	$(BIN)/python -m benchmarks.bookkeeping
-	$(BIN)/python -m benchmarks.transformers
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

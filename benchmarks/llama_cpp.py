@@ -1,6 +1,5 @@
 """How fast is the whole model, against llama.cpp on the same file and the same cores?
 
-    pip install llama-cpp-python==0.3.36          # builds for some minutes
     python -m benchmarks.llama_cpp [--weights auto,int4] [--k-dtype bfloat16] [--threads N] [--quick] [--busy]
 
 The demo model's GGUF, random tokens, the same counts on both sides; llama.cpp through its low-level calls with micro-batches of 512, 16-bit

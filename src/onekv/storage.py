@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from onekv.codecs import codecs_of
+from onekv.codecs import Codec, codecs_of
 from onekv.core.window import Window
 from onekv.errors import ConfigError
 
