@@ -344,7 +344,7 @@ def load_model(
         raise ConfigError(f'weights must be "auto" or "float32", got {weights!r}; other kinds are not available yet')
     if deterministic:
         raise ConfigError("deterministic=True is not available yet")
-    source, is_local = _locate(str(name_or_path))
+    source, is_local = locate(str(name_or_path))
     try:
         with gguf.quiet() if is_local else contextlib.nullcontext():
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local)
@@ -356,16 +356,27 @@ def load_model(
     return Model(model.to(device), tokenizer)
 
 
-def _locate(name: str) -> tuple[str, bool]:
-    """What to give to from_pretrained, and whether it is on this machine."""
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file a name stands for, there or not; None if it stands for something else.
+
+    Raises:
+        ConfigError: a model that `onekv pull` fetches and has not fetched.
+    """
     if name in NAMED_MODELS:
         path = NAMED_MODELS[name].path
         if not path.is_file():
             raise ConfigError(f"{name} is not on this machine; fetch it with: onekv pull {name}")
-        return str(gguf.converted(path)), True
+        return path
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return str(gguf.converted(path)), True
+    return path if path.suffix == ".gguf" else None
+
+
+def locate(name: str) -> tuple[str, bool]:
+    """What to give to from_pretrained, and whether it is on this machine. Converts a GGUF file at its first use."""
+    file = gguf_file(name)
+    if file is not None:
+        return str(gguf.converted(file)), True
+    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json; it is no model directory")
