@@ -12,16 +12,32 @@ One toy layer is both. Notation (spec 0.3, 9):
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from onekv import Batch, KVCache, LayerSpec, Rope, Step, Ubatch, Window
 from onekv.core.cells import Cells
+
+# Marks of tests that compare an accelerator with the CPU. ONEKV_TEST_DEVICE=cpu runs them without one, to test the tests.
+GPU = os.environ.get("ONEKV_TEST_DEVICE", "cuda")
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPU == "cuda" and not torch.cuda.is_available(), reason="no CUDA device (ONEKV_TEST_DEVICE names another)"),
+]
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks one test."""
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 class Row(NamedTuple):
