@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from onekv import Batch, KVCache, LayerSpec, Rope, Step, Ubatch, Window
 from onekv.core.cells import Cells
@@ -292,3 +295,22 @@ def kv_of(cache: KVCache, seqs: Iterable[int]) -> list[torch.Tensor]:
 def same_kv(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """True iff equal to the bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------------------
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where one operation is given tensors of two devices, unless it copies from one to the other; counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = {t.device.type for t in tensors}
+        if func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            assert len(places) <= 1, f"{func} was given tensors on {sorted(places)}"
+            self.counted.update(places)
+        return func(*args, **(kwargs or {}))

@@ -1,6 +1,5 @@
 """Every backend of the folder against `reference` on random batches, and `reference` against arithmetic on plain lists."""
 
-import collections
 import contextlib
 import dataclasses
 import math
@@ -10,15 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from onekv import Batch, Buckets, ConfigError, KVCache, LayerSpec, Step, Window
 from onekv.attention import Score, backend, backends, sdpa
 from onekv.attention.reference import attend as reference
 from onekv.attention.sdpa import attend_to_entries
 from oracle import sees
-from tiny import GPU, Row, batch_of, on_gpu, ubatch_of
+from tiny import GPU, OneDevice, Row, batch_of, on_gpu, ubatch_of
 
 FAST = [name for name in backends() if name != "reference"]
 HEADS = 4
@@ -239,22 +236,6 @@ def test_a_padded_row_that_sees_its_padding_is_seen(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sdpa, "padded_of", lambda *_: parts)
         wrong = sdpa.attend_in_form(store, 0, view, q, score_of(), padded=True)
         assert (wrong - reference(store, 0, view, q, score_of())).abs().max() > 0.02
-
-
-class OneDevice(TorchDispatchMode):
-    """Fails where one operation is given tensors of two devices, unless it copies from one to the other; counts the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {t.device.type for t in tensors}
-        if func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
-            assert len(places) <= 1, f"{func} was given tensors on {sorted(places)}"
-            self.counted.update(places)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
