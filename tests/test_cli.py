@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from onekv import KVCache, LayerSpec, cli
+from onekv import KVCache, LayerSpec, Window, cli
 from onekv.models.pull import NAMED_MODELS, home
 from tiny import feed, toy
 
@@ -47,6 +48,11 @@ def demo_model() -> None:
         (["pull", "nothing-like-it"], "smollm2"),
         (["pull", "gemma3-270m"], "Gemma Terms of Use"),
         (["inspect", "/no/such/file"], "/no/such/file"),
+        (["plan", "/no/such/directory"], "/no/such/directory"),
+        (["plan", "smollm2"], "onekv pull smollm2"),
+        (["plan", "smollm2", "--memory", "-1"], "--memory must be a positive number of GB, got -1.0"),
+        (["plan", "smollm2", "--memory", "nan"], "--memory"),
+        (["plan", "smollm2", "--weights", "int3"], "int3"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -150,6 +156,132 @@ def test_inspect_prints_what_a_file_holds(monkeypatch: pytest.MonkeyPatch, capsy
     assert "0 cells, 1 layers, 2 heads of 64, q8_0 keys, q4_0 hadamard values" in capsys.readouterr().out
     (tmp_path / "bad").write_bytes(b"x" * 100)
     assert run(monkeypatch, "inspect", str(tmp_path / "bad")) == 2
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> str:
+    """A directory with a Gemma 3's config and no weights: three layers with a window of 16, then a full one."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "layer_types": kinds, "sliding_window": 16}
+    path = tmp_path / "gemma"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3_text", **sizes, **heads}))
+    return str(path)
+
+
+def test_a_plan_says_what_a_cache_will_take(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_only: str) -> None:
+    options = [
+        "plan",
+        config_only,
+        "--context",
+        "200",
+        "--sequences",
+        "2",
+        "--max-ubatch",
+        "64",
+        "--k-dtype",
+        "float16",
+        "--memory",
+        "1e-3",
+    ]
+    assert run(monkeypatch, *options, "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    layers = [LayerSpec(2, 8, window=Window.sliding(16))] * 3 + [LayerSpec(2, 8)]
+    cache = KVCache(layers, planned["num_cells"], window_cells=planned["window_cells"], k_dtype="float16")
+    assert (planned["num_cells"], planned["window_cells"]) == (400, 2 * 16 + 64)
+    assert planned["kv_nbytes"] == cache.nbytes == sum(group["nbytes"] for group in planned["groups"])
+    assert planned["nbytes"] == planned["weights_nbytes"] + cache.nbytes
+    assert [(g["window"], g["num_layers"], g["cell_nbytes"]) for g in planned["groups"]] == [
+        ("Window.full()", 1, 2 * 2 * 8 * 2),
+        ("Window.sliding(16)", 3, 3 * 2 * 2 * 8 * 2),
+    ]
+    assert (planned["memory_nbytes"], planned["fits"], planned["max_context"], planned["max_positions"]) == (10**6, True, 256, 256)
+    assert planned["max_sequences"] > 2
+    assert run(monkeypatch, *options) == 0
+    out = capsys.readouterr().out
+    for text in ("1 Window.sliding(16)", "cache_for(model, 400, window_cells=96)", "fits into 1.00 MB", "256, the model's limit"):
+        assert text in out
+    assert run(monkeypatch, *options[:-1], "1e-6") == 0
+    out = capsys.readouterr().out
+    assert "does NOT fit into 1.00 kB" in out
+    assert "largest --context for 2 sequences: 0\n" in out
+
+
+def test_a_plan_without_numbers_takes_what_the_model_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_only: str
+) -> None:
+    assert run(monkeypatch, "plan", config_only, "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["context"], planned["sequences"], planned["k_dtype"], planned["v_dtype"]) == (256, 1, "float32", "float32")
+    assert planned["fits"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--context", "-5"], "context must be a positive integer, got -5"),
+        (["--context", "257"], "Gemma3ForCausalLM takes 256 positions"),
+        (["--sequences", "0"], "sequences must be a positive integer, got 0"),
+        (["--max-ubatch", "0"], "max_ubatch must be a positive integer, got 0"),
+        (["--k-dtype", "int3"], "k_dtype must be one of"),
+        (["--v-dtype", "int3"], "v_dtype must be one of"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_clear_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config_only: str
+) -> None:
+    assert run(monkeypatch, "plan", config_only, *arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.demo_model
+@pytest.mark.usefixtures("demo_model")
+def test_a_plan_of_the_demo_model_reads_its_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "plan", "smollm2", "--context", "1000", "--sequences", "4", "--weights", "float32", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["kv_nbytes"] == 4000 * 30 * 2 * 3 * 64 * 4
+    tied = 49152 * 576  # the output layer is packed, and the embedding kept besides
+    assert 0 <= planned["weights_nbytes"] - 4 * (134_515_008 + tied) < 1000  # and the rotary frequencies
+
+
+@pytest.mark.demo_model
+@pytest.mark.usefixtures("demo_model")
+def test_a_bench_measures_and_warns_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli, "other_load", lambda: 1.5)
+    assert run(monkeypatch, "bench", "--quick", "--json", "--k-dtype", "bfloat16", "--sequences", "2,3", "--weights", "float32") == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert [(one["sequences"], one["context"], one["new_tokens"]) for one in measured["results"]] == [(2, 16, 4), (3, 16, 4)]
+    for one in measured["results"]:
+        assert one["prefill_tokens_per_s"] == pytest.approx(one["sequences"] * 16 / one["prefill_s"])
+        assert one["decode_tokens_per_s"] == pytest.approx(one["sequences"] * 4 / one["decode_s"])
+        assert one["kv_nbytes"] == one["sequences"] * 20 * 30 * 2 * 3 * 64 * 2
+    assert (measured["other_load"], measured["threads"], measured["v_dtype"]) == (1.5, torch.get_num_threads(), "bfloat16")
+    assert run(monkeypatch, "bench", "smollm2", "--quick", "--sequences", "1", "--context", "5", "--new-tokens", "2") == 0
+    out = capsys.readouterr().out
+    assert f"{torch.get_num_threads()} threads on" in out
+    assert "other processes kept 1.5 cores busy" in out
+    for arguments, says in (
+        (["--context", "0"], "context must be a positive integer, got 0"),
+        (["--context", "8190"], "8190 tokens and 4 new ones exceed the model's context of 8192"),
+        (["--k-dtype", "int3"], "k_dtype must be one of"),
+    ):
+        assert run(monkeypatch, "bench", "--quick", *arguments) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("sequences", ["", ",", "0", "1,x", "5000"])
+def test_a_bench_of_impossible_numbers_is_one_clear_line(
+    sequences: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "bench", "--sequences", sequences) == 2
+    error = capsys.readouterr().err
+    assert "expected a number from 1 to 4096" in error
+    assert error.count("\n") == 1
 
 
 def test_the_model_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

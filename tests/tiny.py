@@ -12,16 +12,35 @@ One toy layer is both. Notation (spec 0.3, 9):
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from onekv import Batch, KVCache, LayerSpec, Rope, Step, Ubatch, Window
 from onekv.core.cells import Cells
+
+# Marks of tests that compare an accelerator with the CPU. ONEKV_TEST_DEVICE=cpu runs them without one, to test the tests.
+GPU = os.environ.get("ONEKV_TEST_DEVICE", "cuda")
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPU == "cuda" and not torch.cuda.is_available(), reason="no CUDA device (ONEKV_TEST_DEVICE names another)"),
+]
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks one test."""
+    for mark in ON_GPU:
+        test = mark(test)
+    return test
 
 
 class Row(NamedTuple):
@@ -276,3 +295,22 @@ def kv_of(cache: KVCache, seqs: Iterable[int]) -> list[torch.Tensor]:
 def same_kv(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """True iff equal to the bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------------------
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where one operation is given tensors of two devices, unless it copies from one to the other; counts the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = {t.device.type for t in tensors}
+        if func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            assert len(places) <= 1, f"{func} was given tensors on {sorted(places)}"
+            self.counted.update(places)
+        return func(*args, **(kwargs or {}))

@@ -6,12 +6,15 @@ A mistake of the user's (a missing model, an empty prompt, a prompt that does no
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence as Listing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -19,11 +22,15 @@ from rich.table import Table
 
 from onekv import files
 from onekv.cache import KVCache, Sequence
+from onekv.config import MAX_SEQS
+from onekv.engine.bench import Speed, measure, num_tokens, other_load
 from onekv.engine.decode import Running, decode
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
+from onekv.models.budget import Budget, machine_memory
 from onekv.models.pull import NAMED_MODELS, pull as fetch
+from onekv.models.skeleton import skeleton
 from onekv.storage import layer_groups
 
 app = typer.Typer(
@@ -32,6 +39,7 @@ app = typer.Typer(
 _out = Console(soft_wrap=True, highlight=False)
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model's name (smollm2), a .gguf file, a directory, or a hub id.")]
+DemoName = Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file, a directory, or a hub id.")]
 Cells = Annotated[int | None, typer.Option("--cells", min=1, help="Size of the buffer in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
@@ -142,6 +150,155 @@ def inspect(file: Annotated[Path, typer.Argument(help="A file written by save.")
         dtypes = f"{state.k_codec} keys, {state.v_codec} values"
         _out.print(f"group {g} {window!r}: {state.num_cells(g)} cells, {len(owners)} layers, {heads}, {dtypes}", markup=False)
     _out.print(f"model {state.fingerprint or 'unnamed'}; digest correct", markup=False)
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def plan(
+    model: ModelName,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens a sequence holds, prompt and answer. Left out: 4096, or the model's limit.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    k_dtype: KDtype = "float32",
+    v_dtype: VDtype = None,
+    weights: Weights = "auto",
+    max_ubatch: Annotated[int, typer.Option(help="Most rows of one forward.")] = 512,
+    memory_gb: Annotated[float | None, typer.Option("--memory", help="GB to fit into, of another machine; left out: this one's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Say how much memory a model and its cells take, and what fits, from the model's config alone."""
+    if memory_gb is not None and not 0 < memory_gb < 1e9:
+        raise ConfigError(f"--memory must be a positive number of GB, got {memory_gb}")
+    memory = machine_memory() if memory_gb is None else round(memory_gb * 1e9)
+    seen = skeleton(model, weights=weights)
+    budget = Budget(seen, min(4096, seen.max_positions) if context is None else context, sequences, max_ubatch, k_dtype, v_dtype)
+    if as_json:
+        print(json.dumps({"model": model, **_plan_fields(budget, memory)}))
+    else:
+        _print_plan(model, budget, memory)
+
+
+def _plan_fields(budget: Budget, memory: int) -> dict[str, Any]:
+    return {
+        "context": budget.context,
+        "sequences": budget.sequences,
+        "max_ubatch": budget.max_ubatch,
+        "k_dtype": budget.k_dtype,
+        "v_dtype": budget.v_dtype or budget.k_dtype,
+        "groups": [{**asdict(kind), "window": repr(kind.window), "nbytes": kind.nbytes} for kind in budget.kinds],
+        "num_cells": budget.num_cells,
+        "window_cells": budget.window_cells,
+        "kv_nbytes": budget.kv_nbytes,
+        "weights_nbytes": budget.model.weights_nbytes,
+        "nbytes": budget.nbytes,
+        "memory_nbytes": memory,
+        "fits": budget.nbytes <= memory,
+        "max_context": budget.max_context(memory),
+        "max_sequences": budget.max_sequences(memory),
+        "max_positions": budget.model.max_positions,
+    }
+
+
+def _print_plan(model: str, budget: Budget, memory: int) -> None:
+    dtypes = f"{budget.k_dtype} keys, {budget.v_dtype or budget.k_dtype} values"
+    table = Table(
+        title=f"{model}: {budget.sequences} x {budget.context} tokens that share nothing, {dtypes}", title_justify="left", show_footer=True
+    )
+    kv, total = _size(budget.kv_nbytes), _size(budget.nbytes)
+    table.add_column("group", "weights\n[bold]total[/bold]")
+    table.add_column("layers")
+    table.add_column("heads")
+    for name, footer in (("bytes a cell", ""), ("cells", ""), ("bytes", f"{_size(budget.model.weights_nbytes)}\n[bold]{total}[/bold]")):
+        table.add_column(name, footer, justify="right")
+    for kind in budget.kinds:
+        reading = kind.num_layers - kind.num_owning
+        table.add_row(
+            f"{kind.group} {kind.window!r}",
+            f"{kind.num_layers}" + (f", {reading} reading another's" if reading else ""),
+            f"{kind.num_kv_heads} of {kind.head_dim}" + ("" if kind.value_dim == kind.head_dim else f" and {kind.value_dim}"),
+            f"{kind.cell_nbytes}",
+            f"{kind.num_cells}",
+            _size(kind.nbytes),
+        )
+    _out.print(table)
+    window = "" if budget.window_cells is None else f", window_cells={budget.window_cells}"
+    fits = "fits into" if budget.nbytes <= memory else "does NOT fit into"
+    _out.print(f"{kv} of keys and values: cache_for(model, {budget.num_cells}{window})", markup=False)
+    _out.print(f"{total} {fits} {_size(memory)}, what a forward allocates for a moment not counted", markup=False)
+    context, sequences = budget.max_context(memory), budget.max_sequences(memory)
+    limit = ", the model's limit" if context == budget.model.max_positions else ""
+    _out.print(f"largest --context for {budget.sequences} sequences: {context}{limit}", markup=False)
+    _out.print(f"largest --sequences of {budget.context} tokens: {sequences}{', the most a cache takes' if sequences == MAX_SEQS else ''}")
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in words."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------------------
+
+_BUSY_CORES = 0.25  # kept busy by other processes, above which timings say more about them than about us
+
+
+@app.command()
+def bench(
+    model: DemoName = "smollm2",
+    sequences: Annotated[str | None, typer.Option(help="Numbers of sequences at a time. Left out: 1,8,32.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of each prompt. Left out: 512.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens decoded after each. Left out: 32.")] = None,
+    weights: Weights = "auto",
+    k_dtype: KDtype = "float32",
+    v_dtype: VDtype = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small numbers where left out: shows that it runs, not how fast.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Measure how many tokens a second a model evaluates and decodes here."""
+    counts = _numbers(("1,2" if quick else "1,8,32") if sequences is None else sequences)
+    context = (16 if quick else 512) if context is None else context
+    new_tokens = (4 if quick else 32) if new_tokens is None else new_tokens
+    load = other_load()
+    loaded = load_model(model, weights=weights)
+    made: list[Speed] = []
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+        task = bars.add_task("warming up", total=sum(num_tokens(count, context, new_tokens) for count in counts))
+        measure(loaded, 1, 1, 1, k_dtype=k_dtype, v_dtype=v_dtype)
+        for count in counts:
+            bars.update(task, description=f"{count} sequences")
+            made.append(
+                measure(loaded, count, context, new_tokens, k_dtype=k_dtype, v_dtype=v_dtype, advance=lambda done: bars.advance(task, done))
+            )
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if as_json:
+        results = [
+            {**asdict(one), "prefill_tokens_per_s": one.prefill_tokens_per_s, "decode_tokens_per_s": one.decode_tokens_per_s}
+            for one in made
+        ]
+        settings = {"model": model, "weights": weights, "k_dtype": k_dtype, "v_dtype": v_dtype or k_dtype, "quick": quick}
+        print(json.dumps({**settings, "threads": threads, "cores": cores, "other_load": load, "results": results}))
+        return
+    table = Table(title=f"{loaded!r}: {context} tokens each, then {new_tokens} more, tokens a second of all together", title_justify="left")
+    for column in ("sequences", "prefill", "decode", "decode, each", "buffer"):
+        table.add_column(column, justify="right")
+    for one in made:
+        each = one.decode_tokens_per_s / one.sequences
+        table.add_row(
+            f"{one.sequences}", f"{one.prefill_tokens_per_s:.1f}", f"{one.decode_tokens_per_s:.1f}", f"{each:.1f}", _size(one.kv_nbytes)
+        )
+    _out.print(table)
+    _out.print(f"{threads} threads on {cores} cores")
+    if load > _BUSY_CORES:
+        _out.print(f"other processes kept {load:.1f} cores busy when this began: expect better figures on a quiet machine", style="yellow")
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(part.strip(), 1, MAX_SEQS) for part in text.split(",")]
 
 
 # --- chat -----------------------------------------------------------------------------------------------------------------------
@@ -270,9 +427,7 @@ _QUESTIONS = ("What is the capital of France?", "Why is the sky blue?", "Name th
 
 @app.command()
 def demo(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file, a directory, or a hub id.")
-    ] = "smollm2",
+    model: DemoName = "smollm2",
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of one answer.")] = 48,
     weights: Weights = "auto",
 ) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from onekv import Batch, Buckets, ConfigError, KVCache, LayerSpec, Step, Window
-from onekv.attention import Score, backend, backends
+from onekv.attention import Score, backend, backends, sdpa
 from onekv.attention.reference import attend as reference
 from onekv.attention.sdpa import attend_to_entries
 from onekv.storage import KVStore
 from oracle import sees
-from tiny import Row, batch_of, ubatch_of
+from tiny import GPU, OneDevice, Row, batch_of, on_gpu, ubatch_of
 
 FAST = [name for name in backends() if name != "reference"]
 HEADS = 4
@@ -82,6 +82,7 @@ def open_step(
     v_dtype: str | None = None,
     v_layout: Any = "rows",
     hadamard: bool | None = None,
+    device: str = "cpu",
     **_: Any,
 ) -> Iterator[tuple[Step, torch.Tensor]]:
     """An open step and its queries after a random history: sequences in shuffled cells, forks, holes, interleaved and shared rows.
@@ -90,7 +91,7 @@ def open_step(
     """
     rng = np.random.default_rng(seed)
     layer = LayerSpec(groups, 8, value_dim=value_dim, window=window or Window.full())
-    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout, hadamard=hadamard)
+    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout, hadamard=hadamard, device=device)
     cells, torch_rng = cache.cells, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -101,7 +102,7 @@ def open_step(
         rows += [Row(0, rows[0].position + i, (s,)) for i in range(1, int(rng.integers(1, 12)))]
         slots = rng.permutation(np.flatnonzero(cells.groups[0].position < 0))[: len(rows)]
         cells.commit(ubatch_of(rows), [slots])
-        cache.store.store(0, torch.from_numpy(slots), random(len(rows), groups, 8), random(len(rows), groups, value_dim))
+        cache.store.store(0, torch.from_numpy(slots).to(device), random(len(rows), groups, 8), random(len(rows), groups, value_dim))
     cache.seq_cp(0, 5, -1, cells.seq_pos_max(0) - int(rng.integers(0, 3)))
     cache.seq_cp(1, 6)
     for s in (0, 2):
@@ -123,11 +124,11 @@ def open_step(
         mine = np.zeros(96, np.bool_)
         for members in sets:
             mine |= cells.groups[0].owned_by(members[0])
-        others = torch.from_numpy(np.flatnonzero(~mine))
+        others = torch.from_numpy(np.flatnonzero(~mine)).to(device)
         garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(others.numel()) % 3][:, None, None]
         for codec, memory in ((cache.store.k_codec, cache.store.raw_keys(0)), (cache.store.v_codec, cache.store.raw_values(0))):
-            memory[others] = 255 if codec.is_quantised else garbage.to(codec.dtype)  # bytes of ones are scales that are NaN
-        yield step, random(n, HEADS, 8).to(q_dtype)
+            memory[others] = 255 if codec.is_quantised else garbage.to(device, codec.dtype)  # bytes of ones are scales that are NaN
+        yield step, random(n, HEADS, 8).to(device, q_dtype)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -161,6 +162,148 @@ def test_attention_over_quantised_cells_is_attention_over_their_decoded_numbers(
             plain.write(0, cells, k, v)
             expected = reference(plain, 0, dataclasses.replace(view, _made={}), q, score)
             torch.testing.assert_close(attend(cache.store, 0, view, q, score), expected, atol=1e-5, rtol=1e-5)
+
+
+# --- the padded form ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_padded_form_agrees_with_the_reference_on_any_device(feature: str) -> None:
+    options = FEATURES[feature]
+    score = score_of(**options)
+    alone = 0
+    for seed in range(8):
+        with open_step(seed, **options) as (step, q):
+            view, store = step._views[0], step.plan.cache.store
+            expected, found = reference(store, 0, view, q, score), sdpa.attend_in_form(store, 0, view, q, score, padded=True)
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert torch.allclose(found.double(), expected.double(), rtol=TOLERANCE[q.dtype], atol=TOLERANCE[q.dtype])
+            alone += sum(part.rows.numel() for part in sdpa.padded_of(view, store.device))
+    assert alone >= 4
+
+
+@contextlib.contextmanager
+def decoding(
+    lengths: list[int], *, window: Window | None = None, num_cells: int | None = None, forks: int = 0, device: str = "cpu", seed: int = 0
+) -> Iterator[tuple[Step, torch.Tensor]]:
+    """One row for each of several sequences of given lengths, and two for one more, in shuffled cells; `forks` share the first's cells.
+
+    Cells that no row may see hold NaN.
+    """
+    rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    count = len(lengths) + forks
+    cells = num_cells or sum(lengths) + count + 16
+    cache = KVCache([LayerSpec(2, 8, value_dim=4, window=window or Window.full())], cells, max_seqs=count + 1, device=device)
+    for s, length in enumerate(lengths):
+        slots = rng.permutation(np.flatnonzero(cache.cells.groups[0].position < 0))[:length]
+        cache.cells.commit(ubatch_of([Row(0, p, (s,)) for p in range(length)]), [slots])
+    for s in range(len(lengths), count):
+        cache.seq_cp(0, s)
+    last = [*range(count), count, count]
+    (step,) = cache.plan(Batch(np.zeros(len(last), np.int64), seqs=rng.permutation(last)))
+    with step:
+        shape = (cells, 2, 8)
+        cache.store.keys(0).copy_(torch.randn(shape, generator=torch_rng))
+        cache.store.values(0).copy_(torch.randn(shape, generator=torch_rng)[..., :4])
+        hidden = torch.from_numpy(~step.mask(0).any(axis=0)).to(device)
+        cache.store.keys(0)[hidden], cache.store.values(0)[hidden] = math.nan, math.nan
+        step._stored.add(0)
+        yield step, torch.randn(len(last), HEADS, 8, generator=torch_rng).to(device)
+
+
+LENGTHS = [[1, 2, 3, 4, 5, 6], [40, 3, 39, 17, 1, 80, 9, 33], [5] * 6, [64]]
+
+
+@pytest.mark.parametrize("window", [Window.full(), Window.sliding(7), Window.chunked(8)], ids=repr)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_decoding_sequences_of_any_lengths_agrees_in_both_forms(lengths: list[int], window: Window) -> None:
+    with decoding(lengths, window=window) as (step, q):
+        view, store, score = step._views[0], step.plan.cache.store, score_of()
+        expected = reference(store, 0, view, q, score)
+        assert torch.isfinite(expected).all()
+        for padded in (True, False):
+            found = sdpa.attend_in_form(store, 0, view, q, score, padded=padded)
+            assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        parts = sdpa.padded_of(view, store.device)
+        assert sorted(row for part in parts for row in part.rows.tolist()) == np.flatnonzero(view.seqs < len(lengths)).tolist()
+        for part in parts:
+            seen = (view.last - view.first)[part.rows.numpy()]
+            assert part.cells.numel() == seen.max() * seen.size < 2 * seen.sum()
+            assert part.cells.numel() <= max(store.keys(0).shape[0], seen.max())
+            assert (part.mask is None) == (seen.min() == seen.max())
+            assert part.mask is None or np.array_equal(part.mask.sum(dim=1), seen)
+
+
+def test_rows_of_like_length_take_one_gather_and_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with decoding([20, 17, 19, 18, 16]) as (step, q):
+        view, store = step._views[0], step.plan.cache.store
+        gathered, gather = [], store.gather
+        monkeypatch.setattr(store, "gather", lambda layer, cells, **how: gathered.append(cells.numel()) or gather(layer, cells, **how))
+        sdpa.attend_in_form(store, 0, view, q, score_of(), padded=True)
+        assert gathered == [5 * 21, 2]  # and the sequence with two rows
+        gathered.clear()
+        sdpa.attend(store, 0, view, q, score_of())  # on a cpu each by itself
+        assert sorted(gathered) == [2, 17, 18, 19, 20, 21]
+
+
+def test_forks_do_not_gather_more_than_the_buffer_at_a_time() -> None:
+    """Twelve sequences of 41 share 40 cells of 64: all at once would be eight times the buffer."""
+    with decoding([40], num_cells=64, forks=11) as (step, q):
+        view, store = step._views[0], step.plan.cache.store
+        parts = sdpa.padded_of(view, store.device)
+        assert [part.cells.numel() for part in parts] == [41] * 12
+        found = sdpa.attend_in_form(store, 0, view, q, score_of(), padded=True)
+        assert torch.allclose(found, reference(store, 0, view, q, score_of()), atol=1e-5)
+
+
+def test_a_padded_row_that_sees_its_padding_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    with decoding([5, 8]) as (step, q):
+        view, store = step._views[0], step.plan.cache.store
+        parts = [dataclasses.replace(part, mask=None) for part in sdpa.padded_of(view, store.device)]
+        monkeypatch.setattr(sdpa, "padded_of", lambda *_: parts)
+        wrong = sdpa.attend_in_form(store, 0, view, q, score_of(), padded=True)
+        assert (wrong - reference(store, 0, view, q, score_of())).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_tensor_of_attention_is_on_the_store_s_device(feature: str) -> None:
+    """Shown without an accelerator: the meta device stands for one. It computes shapes only, and gives out no numbers."""
+    score = score_of(**FEATURES[feature])
+    for seed, place in enumerate(("cpu", "meta", "meta")):  # of what a model may keep beside its queries
+        sinks, slopes = (None if part is None else part.to(place) for part in (score.sinks, score.alibi_slopes))
+        bias = score.bias and dataclasses.replace(score.bias, table=score.bias.table.to(place))
+        parts = {"softcap": score.softcap, "sinks": sinks, "alibi_slopes": slopes, "bias": bias}
+        with open_step(seed, **FEATURES[feature], device="meta") as (step, q), OneDevice() as seen:
+            k, v = (torch.ones(len(q), step.plan.cache.layers[0].num_kv_heads, width) for width in (8, step.plan.cache.layers[0].v_dim))
+            for found in (step.attend(0, q, scale=0.3, **parts), step.attend(0, q, k, v, scale=0.3, **parts)):
+                assert (found.device.type, found.dtype, found.shape) == ("meta", q.dtype, (*q.shape[:2], v.shape[2]))
+            assert seen.counted["meta"] > 10
+
+
+def test_other_devices_than_a_cpu_take_the_padded_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    monkeypatch.setattr(sdpa, "attend_in_form", lambda *_, padded: taken.append(padded))
+    for device in ("cpu", "meta"):
+        with decoding([3, 4], device=device) as (step, q):
+            sdpa.attend(step.plan.cache.store, 0, step._views[0], q, score_of())
+    assert taken == [False, True]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("padded", [False, True])
+@on_gpu
+def test_attention_on_an_accelerator_agrees_with_the_reference_on_the_cpu(feature: str, padded: bool) -> None:
+    options = FEATURES[feature]
+    score = score_of(**options)
+    for seed in range(4):
+        with open_step(seed, **options) as (step, q):
+            expected = reference(step.plan.cache.store, 0, step._views[0], q, score)
+        with open_step(seed, **options, device=GPU) as (step, q):
+            found = sdpa.attend_in_form(step.plan.cache.store, 0, step._views[0], q, score, padded=padded)
+        assert found.device.type == GPU
+        tolerance = max(TOLERANCE[q.dtype], 1e-4)
+        assert torch.allclose(found.cpu().double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def test_the_histories_hold_what_they_should() -> None:

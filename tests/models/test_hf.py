@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from onekv import Batch, BatchError, CacheFull, ConfigError, KVCache, LayerSpec, OneKVError, UnsupportedModel, Window
+from onekv.attention import sdpa
 from onekv.models import Model, cache_for, gguf, hooks, load_model
 from packed import alone, scatter_free_cells, together
 
@@ -34,6 +36,22 @@ def test_greedy_generation_equals_transformers_own(tiny: Tiny, tokens_of: Tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         whole = stock.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert answer == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma3n"])
+def test_decoding_by_padded_attention_gives_the_same_logits(name: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    """What a model on an accelerator does, forced on the CPU."""
+    model = Model(tiny(name))
+    caches = [cache_for(model, 192, max_seqs=6, backend="sdpa") for _ in range(2)]
+    caches[1]._attend = partial(sdpa.attend_in_form, padded=True)
+    for cache in caches:
+        scatter_free_cells(model, cache, seq=5)
+    prompts = tokens_of((31, 2, 17, 16, 9))
+    for at in range(8):
+        tokens = prompts if at == 0 else [[3 + at + s] for s in range(5)]
+        one, other = (model.extend(cache, range(5), tokens, max_ubatch=20) for cache in caches)
+        assert torch.allclose(one, other, atol=1e-5)
+        assert one.abs().max() > 0.1
 
 
 def test_extend_takes_handles_and_answers_in_the_order_asked(tiny: Tiny, tokens_of: Tokens) -> None:

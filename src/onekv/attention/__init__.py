@@ -46,7 +46,7 @@ class Buckets:
     def bias(self, distance: NDArray[np.integer]) -> Tensor:
         """Bias [H, *distance.shape] for key position minus query position."""
         bucket = bucket_of(distance, self.table.shape[0], self.max_distance, self.bidirectional)
-        return self.table[torch.from_numpy(bucket)].movedim(-1, 0)
+        return self.table[torch.from_numpy(bucket).to(self.table.device)].movedim(-1, 0)
 
 
 @dataclass(frozen=True)

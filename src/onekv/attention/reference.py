@@ -33,12 +33,12 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
     """See `onekv.attention.Attend`. Cost: O(T x C)."""
     mask = view.once("dense_mask", dense_mask)
     heads, groups = q.shape[1], store.layers[layer].num_kv_heads
-    out = []
+    queries, out = q.to(store.device, torch.float64), []
     for i in range(q.shape[0]):
         cells = np.flatnonzero(mask[i])
         index = torch.from_numpy(cells).to(store.device)
         k, v = (part.double().repeat_interleave(heads // groups, dim=1) for part in store.gather(layer, index))  # [n, H, D], [n, H, Dv]
-        logits = torch.einsum("hd,nhd->hn", q[i].double(), k) * score.scale
+        logits = torch.einsum("hd,nhd->hn", queries[i], k) * score.scale
         if score.softcap is not None:
             logits = score.softcap * torch.tanh(logits / score.softcap)
         if score.has_bias:
@@ -47,4 +47,4 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
             logits = torch.cat([logits, score.sinks.to(logits)[:, None]], dim=1)
         weights = torch.softmax(logits, dim=1)[:, : len(cells)]
         out.append(torch.einsum("hn,nhd->hd", weights, v))
-    return torch.stack(out).to(q.dtype)
+    return torch.stack(out).to(q.device, q.dtype)

@@ -1,4 +1,9 @@
-"""Gather each sequence's own range and let torch attend. Any device; never looks at another sequence's cells."""
+"""Gather each sequence's own range and let torch attend. Any device; never looks at another sequence's cells.
+
+by sequence   one gather and one call for the rows of each: what costs least where a call is cheap (cpu)
+padded        one gather and one call for all rows that are alone in their sequences, as in decoding, their ranges padded to the
+              longest: where a call costs more than the padding (an accelerator). Runs of several rows go by sequence
+"""
 
 from __future__ import annotations
 
@@ -42,6 +47,21 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
+class Padded:
+    """Rows of a step that are alone in their sequences, and the entries each sees, padded to the longest by its own last one.
+
+    Attributes:
+        rows:  [B] indices into the step
+        cells: [B * n] cells of the entries
+        mask:  [B, n] which are not padding; None if none is
+    """
+
+    rows: Tensor
+    cells: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class Entries:
     """The cells that any row of a step sees, each once: what a layer is handed that computes keys and values from stored ones.
 
@@ -77,8 +97,8 @@ class Entries:
         return runs
 
 
-def runs_of(view: View, device: torch.device) -> list[Run]:
-    """Group the rows of a step by sequence."""
+def runs_of(view: View, device: torch.device, least: int = 1) -> list[Run]:
+    """Group the rows of a step by sequence; leave out sequences with fewer than `least` rows."""
     return [
         Run(
             torch.from_numpy(rows).to(device),
@@ -88,7 +108,38 @@ def runs_of(view: View, device: torch.device) -> list[Run]:
             view.queries[rows],
         )
         for rows, span, mask in _by_sequence(view)
+        if rows.size >= least
     ]
+
+
+def padded_of(view: View, device: torch.device) -> list[Padded]:
+    """The rows that are alone in their sequences, by how much they see.
+
+    Rows share a gather while less than half of it is padding and it holds no more entries than the group has cells. So the padding at
+    most doubles the work, and a step allocates no more than the longest sequence alone could.
+    """
+    _, seats, counts = np.unique(view.seqs, return_inverse=True, return_counts=True)
+    rows = np.flatnonzero(counts[seats] == 1)
+    rows = rows[np.argsort(view.first[rows] - view.last[rows], kind="stable")]  # the longest first
+    lengths = view.last[rows] - view.first[rows]
+    parts, start = [], 0
+    while start < rows.size:
+        longest = int(lengths[start])
+        alike = int((2 * lengths[start:] > longest).sum())
+        stop = start + min(alike, max(view.group.num_cells // longest, 1))
+        mine, entries = rows[start:stop], np.arange(longest)
+        mask = entries < lengths[start:stop, None]
+        at = np.minimum(view.first[mine, None] + entries, view.last[mine, None] - 1)
+        cells = view.column[view.seqs[mine, None], at].astype(np.int64)
+        parts.append(
+            Padded(
+                torch.from_numpy(mine).to(device),
+                torch.from_numpy(cells.ravel()).to(device),
+                None if mask.all() else torch.from_numpy(mask).to(device),
+            )
+        )
+        start = stop
+    return parts
 
 
 def entries_of(view: View, device: torch.device) -> Entries:
@@ -116,16 +167,26 @@ def _by_sequence(view: View) -> Iterator[tuple[NDArray[np.int64], tuple[np.int64
 
 
 def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
-    """See `onekv.attention.Attend`. Cost: O(entries the rows see), one gather and one attention call a sequence."""
-    out = torch.empty(q.shape[0], q.shape[1], store.layers[layer].v_dim, dtype=torch.float32, device=store.device)
+    """See `onekv.attention.Attend`. Cost: O(entries the rows see); gathers and calls as the form for the store's device has them."""
+    return attend_in_form(store, layer, view, q, score, padded=store.device.type != "cpu")
+
+
+def attend_in_form(store: KVStore, layer: int, view: View, q: Tensor, score: Score, *, padded: bool) -> Tensor:
+    """`attend` in either form. A score that is more than a scaled product goes by sequence in both."""
+    padded = padded and score.is_plain
     queries = q.to(store.device, torch.float32)
     if store.k_codec.hadamard:  # one transform of the queries instead of one of every key
         queries = hadamard(queries)
-    for run in view.once("runs", lambda v: runs_of(v, store.device)):
+    out = torch.empty(q.shape[0], q.shape[1], store.layers[layer].v_dim, dtype=torch.float32, device=store.device)
+    if padded:
+        for part in view.once("padded", lambda v: padded_of(v, store.device)):
+            k, v = store.gather(layer, part.cells, unrotate=False)
+            out[part.rows] = _padded(queries[part.rows], k, v, part.mask, score.scale)
+    least = 2 if padded else 1
+    for run in view.once(f"runs of {least}", lambda v: runs_of(v, store.device, least)):
         k, v = store.gather(layer, run.cells, unrotate=False)
-        mine = queries[run.rows]
         bias = score.added(run.distance, store.device) if score.has_bias else None  # [H, t, n]
-        out[run.rows] = attend_to(mine, k, v, run.mask, bias, score)
+        out[run.rows] = attend_to(queries[run.rows], k, v, run.mask, bias, score)
     if store.v_codec.hadamard:
         out = hadamard(out)
     return out.to(q.device, q.dtype)
@@ -149,10 +210,20 @@ def attend_to_entries(q: Tensor, k: Tensor, v: Tensor, entries: Entries, score: 
         q [T, H, D], k [N, G, D], v [N, G, Dv], on one device -> [T, H, Dv] of q's dtype
     """
     out = q.new_empty(*q.shape[:2], v.shape[2])
-    for rows, index, mask in entries.runs:
+    for run in entries.runs:
+        rows, index, mask = (part if part is None else part.to(q.device) for part in run)
         keys, values = (k, v) if index is None else (k[index], v[index])
         out[rows] = attend_to(q[rows].float(), keys.float(), values.float(), mask, None, score).to(q.dtype)
     return out
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[B, H, D], [B * n, G, D], [B * n, G, Dv], [B, n] -> [B, H, Dv]. The heads of a group become the rows of one product."""
+    rows, heads, groups = q.shape[0], q.shape[1], k.shape[1]
+    k, v = (part.reshape(rows, -1, groups, part.shape[2]).transpose(1, 2) for part in (k, v))  # [B, G, n, D]
+    packed = q.reshape(rows, groups, heads // groups, -1)
+    seen = None if mask is None else mask[:, None, None]
+    return F.scaled_dot_product_attention(packed, k, v, attn_mask=seen, scale=scale).reshape(rows, heads, -1)
 
 
 def _scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, scale: float) -> Tensor:

@@ -87,6 +87,29 @@ def converted(path: Path) -> Path:
     return target
 
 
+def config_of(path: Path) -> Config:
+    """The config a GGUF file would be converted with. Reads its header only.
+
+    Raises:
+        ConfigError: no such file, or a damaged one.
+        UnsupportedModel: an architecture without an entry, or metadata that the conversion would lose.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    file = GGUFFile(path)
+    rules = _rules_of(file)
+    _check_outside(file)
+    return _config_of(file, rules)
+
+
+def _rules_of(file: GGUFFile) -> tuple[Rule, ...]:
+    rules = _ARCHITECTURES.get(file.architecture)
+    if rules is None:
+        known = ", ".join(sorted(_ARCHITECTURES))
+        raise UnsupportedModel(f"{file.name}: general.architecture = {file.architecture!r}; GGUF files of {known} can be read")
+    return rules
+
+
 def _is_current(target: Path) -> bool:
     try:
         stamp = json.loads((target / _STAMP).read_text())
@@ -149,10 +172,7 @@ def _put_in_place(scratch: Path, target: Path) -> None:
 
 
 def _convert_into(file: GGUFFile, directory: Path) -> None:
-    rules = _ARCHITECTURES.get(file.architecture)
-    if rules is None:
-        known = ", ".join(sorted(_ARCHITECTURES))
-        raise UnsupportedModel(f"{file.name}: general.architecture = {file.architecture!r}; GGUF files of {known} can be read")
+    rules = _rules_of(file)
     _check_outside(file)
     auto_model: Any = AutoModelForCausalLM
     try:

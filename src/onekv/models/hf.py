@@ -403,7 +403,7 @@ def load_model(
     kind = linears.resolve(weights, device)
     if deterministic and device.type != "cpu":
         raise ConfigError(f"deterministic=True is kept on cpu only, the device is {device}")
-    source, is_local, blocks_path = _locate(str(name_or_path))
+    source, is_local, blocks_path = locate(str(name_or_path))
     try:
         with gguf.quiet() if is_local else contextlib.nullcontext():
             model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=linears.dtype_of(kind), local_files_only=is_local)
@@ -426,16 +426,27 @@ def loaded_as(model: PreTrainedModel) -> Model | None:
     return None if reference is None else reference()
 
 
-def _locate(name: str) -> tuple[str, bool, Path | None]:
-    """What to give to from_pretrained, whether it is on this machine, and the GGUF file it was converted from."""
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file a name stands for, there or not; None if it stands for something else.
+
+    Raises:
+        ConfigError: a model that `onekv pull` fetches and has not fetched.
+    """
     if name in NAMED_MODELS:
         path = NAMED_MODELS[name].path
         if not path.is_file():
             raise ConfigError(f"{name} is not on this machine; fetch it with: onekv pull {name}")
-        return str(gguf.converted(path)), True, path
+        return path
     path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return str(gguf.converted(path)), True, path
+    return path if path.suffix == ".gguf" else None
+
+
+def locate(name: str) -> tuple[str, bool, Path | None]:
+    """What to give to from_pretrained, whether it is on this machine, and the GGUF file it was converted from: at its first use."""
+    file = gguf_file(name)
+    if file is not None:
+        return str(gguf.converted(file)), True, file
+    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json; it is no model directory")

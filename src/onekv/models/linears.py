@@ -452,6 +452,15 @@ def pack(
     return maker.nbytes
 
 
+def packed_nbytes(weight: Tensor, kind: Kind, is_head: bool) -> int:
+    """Bytes that `pack` keeps a weight [N, K] in, on a processor that has its kernels. Reads no numbers."""
+    if kind != "int4" or _wrong_shape(weight):
+        return weight.numel() * (4 if kind == "float32" else 2)
+    integers = weight.numel() * (2 if is_head else 1)
+    scales = 2 * 2 * integers // GROUP  # a scale and a zero in bfloat16
+    return integers // 2 + scales + (2 * weight.numel() if has_bfloat16() else 0)
+
+
 class _Maker:
     """Builds packed layers one after the other."""
 
