@@ -26,8 +26,8 @@ from onekv.core.loops import FARTHEST
 from onekv.core.window import Window
 from onekv.errors import BatchError, ConfigError, UnsupportedModel
 from onekv.models import gguf
-from onekv.models.hooks import Hooked, Pass
-from onekv.models.probe import read_layers, read_ropes
+from onekv.models.hooks import Hooked, RecurrentState
+from onekv.models.probe import read_layers, read_ropes, read_states
 from onekv.models.pull import NAMED_MODELS
 from onekv.models.text import Text
 from onekv.storage import LayerSpec, owning_layers
@@ -58,12 +58,7 @@ class Model:
 
     Rotary frequencies that transformers changes with the length of its input (dynamic NTK, LongRoPE) are fixed, during a forward of this
     class only, to those of the whole context.
-
-    Attributes:
-        packing: how rows of several sequences share a forward; "packed" takes any rows in any order
     """
-
-    packing: Literal["packed"] = "packed"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if not isinstance(model, PreTrainedModel):
@@ -126,6 +121,16 @@ class Model:
         return self._probed[0]
 
     @property
+    def packing(self) -> Literal["packed", "equal"]:
+        """How rows of several sequences share a forward: "packed" takes any rows in any order, "equal" as many of each sequence."""
+        return "equal" if self._states[0] else "packed"
+
+    @property
+    def row_by_row(self) -> bool:
+        """True iff a sequence can take only one row a forward once it has a recurrent state; `KVCache` plans accordingly."""
+        return self._states[1]
+
+    @property
     def no_shift(self) -> str | None:
         """Why stored keys of this model cannot be moved to other positions; None if they can."""
         return self._probed[1]
@@ -133,6 +138,11 @@ class Model:
     @cached_property
     def _probed(self) -> tuple[tuple[LayerSpec, ...], str | None]:
         return read_ropes(self._hooked, read_layers(self._hooked, self.vocab_size, self.max_positions), self.max_positions)
+
+    @cached_property
+    def _states(self) -> tuple[dict[int, RecurrentState], bool]:
+        _ = self.layers  # finds which layers are recurrent
+        return read_states(self._hooked, self.vocab_size, self.max_positions)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -153,7 +163,7 @@ class Model:
             logits float32 [outputs in the step, V], in the order of the step's rows, on the model's device; [0, V] if none is wanted.
         Raises:
             UnsupportedModel: the model attends in a way that cannot be served exactly.
-            ConfigError: the cache was built for other layers.
+            ConfigError: the cache was built for other layers, or without the model's `row_by_row`.
             BatchError: a position beyond the model's context, or positions of several components.
         Any exception leaves the model as it was; leaving the `with step:` block by it undoes the step.
         """
@@ -162,13 +172,17 @@ class Model:
         positions = self._positions(ubatch.positions)
         keep = torch.from_numpy(np.flatnonzero(ubatch.outputs)).to(self.device)
         sink = _StepSink(step, self._hooked.name, self.layers, self._owner)
-        running = Pass(self._hooked.name, sink, self._hooked.masks, positions, self._shared)
+        kinds, _ = self._states
+        states = {i: kind.filled(step.read_states(i)) for i, kind in kinds.items()}
+        running = self._hooked.begin(sink, positions, self._shared, ubatch.num_sets if kinds else 1, states)
         if ubatch.tokens is not None:
             logits = self._hooked.run(running, tokens=torch.from_numpy(ubatch.tokens).to(self.device), keep=keep)
         else:
             embeddings = torch.as_tensor(ubatch.embeddings).to(self.device, self._hooked.model.dtype)
             logits = self._hooked.run(running, embeddings=embeddings, keep=keep)
         sink.check()
+        for i in kinds:
+            step.store_states(i, RecurrentState.of(running.cache.linear[i]).tensors)
         # Made outside of inference mode, so that a sampler may change it in place.
         return logits.to(torch.float32, copy=True)
 
@@ -249,13 +263,17 @@ class Model:
                 f"layer {layer} of the cache is {cache.layers[layer]}, of the model {self.layers[layer]}; "
                 "build it with cache_for(model, ...)"
             )
+        if self.row_by_row and not cache.config.row_by_row:
+            raise ConfigError(
+                f"{self._hooked.name} takes one row at a time; build the cache with row_by_row=True, or by cache_for(model, ...)"
+            )
         self._matching.add(cache)
 
 
-def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[int, int, int, Window, int]]:
-    """What must agree between a model and a cache: heads, widths, window, owner."""
+def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[Any, ...]]:
+    """What must agree between a model and a cache: heads, widths, window, states, owner."""
     return [
-        (spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.window, owner)
+        (spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.window, spec.states, owner)
         for spec, owner in zip(layers, owning_layers(layers), strict=True)
     ]
 
@@ -284,12 +302,12 @@ class _StepSink:
         return self._step.attend(layer, q, scale=scale, softcap=softcap, sinks=sinks)
 
     def check(self) -> None:
-        """Every layer has attended once.
+        """Every layer that has cells has attended once.
 
         Raises:
             UnsupportedModel: names the layers that did not.
         """
-        wrong = [i for i, calls in enumerate(self._calls) if calls != 1]
+        wrong = [i for i, calls in enumerate(self._calls) if calls != self._layers[i].has_cells]
         if wrong:
             raise UnsupportedModel(f"{self._model}: layers {wrong} did not attend exactly once")
 

@@ -386,6 +386,7 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     """
     mine = model if isinstance(model, Model) else Model(model)  # probed anew: weights and code may have changed
     known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
+    known["row_by_row"] = mine.row_by_row
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
     kv = KVCache(mine.layers, num_cells, **(known | settings))
