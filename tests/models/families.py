@@ -43,6 +43,14 @@ _WINDOWED: Final = {"sliding_window": _SIZE}
 _HALF_WINDOWED: Final = {"use_sliding_window": True, "sliding_window": _SIZE, "max_window_layers": 2}
 _THREE_TO_ONE: Final = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": _SIZE}
 _ONE_TO_ONE: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": _SIZE}
+_GATED_DELTA: Final = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA2: Final = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_n_groups": 1}
 _LEARNED: Final = "layer 0 stores keys and values that depend on position"
 
 
@@ -53,8 +61,9 @@ class Family:
     Attributes:
         model_type: transformers' name
         config:     settings of a tiny model
-        windows:    expected window of every layer
+        windows:    expected window of every layer; None: it has no cells
         sources:    expected layer whose keys each layer reads, where not its own
+        recurrent:  layers expected to keep recurrent states
         no_shift:   pattern of why its keys cannot be moved; None: they can, exactly
         refused:    pattern of why it cannot be served at all; None: it can
         is_pinned:  transformers alone would use other frequencies for short sequences than for long ones; onekv those of long ones
@@ -63,8 +72,9 @@ class Family:
 
     model_type: str
     config: dict[str, Any]
-    windows: tuple[Window, ...] = (_FULL,) * 4
+    windows: tuple[Window | None, ...] = (_FULL,) * 4
     sources: tuple[int | None, ...] = (None,) * 4
+    recurrent: tuple[int, ...] = ()
     no_shift: str | None = None
     refused: str | None = None
     is_pinned: bool = False
@@ -213,6 +223,64 @@ FAMILIES: Final[dict[str, Family]] = {
         is_pinned=True,
         notes="LongRoPE frequencies, pinned for the context: the long factors for short sequences too",
     ),
+    # --- recurrent layers beside attention ------------------------------------------------------------------------------------------
+    "lfm2": Family(
+        "lfm2",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="short convolutions",
+    ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        {
+            **_GROUPED,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+        },
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="short convolutions; experts",
+    ),
+    "qwen3_next": Family(
+        "qwen3_next", {**_OWN_WIDTH, **_GATED_DELTA, **_SHARED_MOE}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule; experts"
+    ),
+    "qwen3_5": Family("qwen3_5_text", {**_OWN_WIDTH, **_GATED_DELTA}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule"),
+    "olmo_hybrid": Family("olmo_hybrid", {**_GROUPED, **_GATED_DELTA}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule"),
+    "jamba": Family(
+        "jamba",
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="Mamba; experts; positions are not encoded; a sequence that has a state takes one token a forward",
+    ),
+    "bamba": Family("bamba", {**_GROUPED, **_MAMBA2, "attn_layer_indices": [1, 3]}, (None, _FULL) * 2, recurrent=(0, 2), notes="Mamba 2"),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {**_GROUPED, **_MOE, **_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="Mamba 2; experts",
+    ),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {**_OWN_WIDTH, **_MAMBA2, "mamba_d_ssm": 64},
+        recurrent=(0, 1, 2, 3),
+        notes="Mamba 2 and attention in every layer",
+    ),
     # --- refused, by name -----------------------------------------------------------------------------------------------------------
     "phimoe_longrope": Family(
         "phimoe",
@@ -298,10 +366,30 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "diffllama": Family("diffllama", _GROUPED, refused="DiffLlamaForCausalLM, layer 0: .*keys or values that no layer stored"),
     "doge": Family("doge", _GROUPED, refused="DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
-    "falcon_h1": Family("falcon_h1", _GROUPED, refused="FalconH1ForCausalLM does not run through the cache hooks"),
-    "lfm2": Family("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2}, refused="Lfm2ForCausalLM"),
+    "minimax": Family(
+        "minimax",
+        {**_OWN_WIDTH, **_MOE, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 4},
+        refused="MiniMaxForCausalLM .*MiniMax uses cache of its own",
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **_OWN_WIDTH,
+            "hybrid_override_pattern": "M*M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+        refused=r"NemotronHForCausalLM: .*not once in layers \[3\]",
+    ),
     "recurrent_gemma": Family("recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: 1 calls .* for 4 layers.*\[0, 1, 3\]"),
-    "mamba": Family("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, refused="MambaForCausalLM"),
+    "mamba": Family(
+        "mamba",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        refused="MambaForCausalLM: all its layers are recurrent",
+    ),
     "bart": Family(
         "bart",
         {
@@ -320,6 +408,7 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 SERVED: Final = [name for name, family in FAMILIES.items() if family.refused is None]
 REFUSED: Final = [name for name, family in FAMILIES.items() if family.refused is not None]
+RECURRENT: Final = [name for name, family in FAMILIES.items() if family.recurrent]
 
 
 def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
