@@ -111,7 +111,11 @@ class Model:
                 self.seqs[s].rows = [*self.seqs[s].rows, (row, token)]
         for s in {s for seqs in step.ubatch.seqs for s in seqs}:
             held = self.seqs[s]
-            held.kept = [*(held.kept[:-1] if s in advanced else held.kept), len(held.rows)][-self.checkpoints - 1 :]
+            *earlier, latest = held.kept if held.kept and s not in advanced else [*held.kept[:-1], None]
+            if len(earlier) >= self.checkpoints and latest is not None:
+                gaps = np.diff([0, *earlier])
+                del earlier[int(np.flatnonzero(gaps == gaps.min())[0])]
+            held.kept = [*earlier, *([] if latest is None else [latest]), len(held.rows)]
             advanced.add(s)
 
     def remove(self, s: int, p0: int, p1: int) -> bool:
@@ -252,11 +256,18 @@ def test_a_state_that_sequences_share_is_kept_once_and_forks_cost_no_memory() ->
         assert states_of(cache, 0) == folded([1, 2, 3])
         assert states_of(cache, twin.id) == folded([1, 2, 3, 4])
     assert cache.states.nbytes == 8
-    for token in range(5):
-        feed(cache, 0, [token])
-    assert cache.states.kept(0) == [6, 7, 8]
     cache.clear()
     assert cache.states.nbytes == 0
+
+
+def test_of_many_states_the_latest_stays_and_those_that_are_costly_to_compute_again() -> None:
+    cache = hybrid(checkpoints=3)
+    kept = []
+    for count in (20, 1, 1, 9, 1, 1, 1):
+        feed(cache, 0, [5] * count)
+        kept.append(cache.states.kept(0))
+    assert kept[:5] == [[20], [20, 21], [20, 21, 22], [20, 21, 22, 31], [20, 22, 31, 32]]
+    assert kept[5:] == [[20, 31, 32, 33], [20, 31, 33, 34]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -32,8 +32,8 @@ class CacheConfig:
         vocab_size:    token ids are in [0, vocab_size); None: not checked
         fingerprint:   identity of the model whose K/V these are; files of another are refused
         no_shift:      why positions of this cache may not shift; None: they may
-        checkpoints:   recurrent layers: how many earlier states of a sequence are kept, those at the ends of its last batches. Removing
-                       a tail is possible back to these
+        checkpoints:   recurrent layers: how many earlier states of a sequence are kept. A tail can be removed back to these: the end of
+                       the batch before the last, and the ends of those batches that would take longest to evaluate again
         row_by_row:    recurrent layers: a sequence that has a state takes one row a step (Jamba's cannot take more)
     """
 

@@ -287,7 +287,7 @@ class StateBank:
 
     Args:
         layers:      one spec per model layer; those without `states` are ignored
-        checkpoints: most earlier states kept of a sequence
+        checkpoints: most earlier states kept of a sequence; see `advance`
 
     >>> bank = StateBank([LayerSpec(0, 0, states=((2,),))], checkpoints=1)
     >>> bank.advance([(0,)], [3], {0: (torch.tensor([[1.0, 2.0]]),)})
@@ -348,8 +348,11 @@ class StateBank:
     def advance(self, sets: Sequence[Sequence[int]], counts: Sequence[int], states: States, *, replace: Collection[int] = ()) -> None:
         """Put the sequences of `sets[s]` where row s of `states` [S, ...] says, after `counts[s]` rows.
 
+        Their present states stay as earlier ones. Where these are too many, the one that follows the one before it most closely goes,
+        except the latest: so the ends of long batches stay longest.
+
         Args:
-            replace: sequences whose present state is not to be kept among the earlier ones
+            replace: sequences whose present state is not to stay
         Cost: one copy of the states.
         """
         fresh = {}
@@ -358,7 +361,11 @@ class StateBank:
             state = {layer: tuple(t[s].clone() for t in tensors) for layer, tensors in states.items()}
             for seq in seqs:
                 earlier = self._kept.get(seq, [])
-                fresh[seq] = [*(earlier[:-1] if seq in replace else earlier), (count, state)][-self.checkpoints - 1 :]
+                kept = fresh[seq] = [*(earlier[:-1] if seq in replace else earlier), (count, state)]
+                if len(kept) > self.checkpoints + 1:
+                    # The cheapest to compute again from the one before goes; the latest stays, to undo a batch.
+                    seen = [0, *(count for count, _ in kept)]
+                    del kept[min(range(len(kept) - 2), key=lambda i: seen[i + 1] - seen[i])]
         self._kept.update(fresh)
 
     def truncate(self, seq: int, count: int) -> None:

@@ -261,7 +261,6 @@ FAMILIES: Final[dict[str, Family]] = {
             "num_experts": 2,
             "mamba_d_state": 4,
             "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
         },
         (None, _FULL) * 2,
         recurrent=(0, 2),

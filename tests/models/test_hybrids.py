@@ -200,6 +200,20 @@ def test_bfloat16_states_are_kept_without_loss(tokens_of: Tokens) -> None:
     assert all(t.dtype == torch.float32 and torch.equal(t, t.bfloat16().float()) for i in (0, 2) for t in cache.states.gather(i, [0]))
 
 
+def test_embeddings_in_place_of_tokens_give_the_same_states(tokens_of: Tokens) -> None:
+    one, other = tokens_of((9, 6))
+    model, cache = cells_for("lfm2")
+    expected = model.extend(cache, [0, 1], [one, other], max_ubatch=4)
+    vectors = stock_of("lfm2").get_input_embeddings()(torch.tensor(one + other)).detach().numpy()
+    outputs = [i in (8, 14) for i in range(15)]
+    for step in cache.plan(Batch(embeddings=vectors, seqs=[2] * 9 + [3] * 6, outputs=outputs), max_ubatch=4):
+        with step:
+            for row, logits in zip(step.ubatch.rows[step.ubatch.outputs], model.forward(step), strict=True):
+                assert torch.allclose(logits, expected[int(row > 8)], atol=1e-6)
+    for mine, theirs in ((2, 0), (3, 1)):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(everything(cache, mine), everything(cache, theirs), strict=True))
+
+
 # --- Jamba: one row at a time -----------------------------------------------------------------------------------------------------------
 
 
