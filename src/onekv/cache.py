@@ -301,7 +301,8 @@ class KVCache:
         Cells with other owners are first copied (`shared_shift="copy"`), moved for all owners ("move") or refused ("error").
 
         Raises:
-            ShiftError: this cache cannot shift, or "error" and a cell is shared.
+            ShiftError: this cache cannot shift, or "error" and a cell is shared; or, with recurrent layers, a token would be dropped or
+                change its place, or "move" and a cell is shared.
             CacheFull: the copies do not fit.
             BatchError: a position would exceed the largest.
             Nothing has changed in any of these cases.
@@ -1150,7 +1151,8 @@ class Step:
         return cache.states.gather(layer, [members[0] for members in self._sets()])
 
     def store_states(self, layer: int, states: Listing[Tensor]) -> None:
-        """Hand over the states after this step's rows, as `read_states` gave them. They count when the step ends without an exception.
+        """Hand over the states after this step's rows, shaped as `read_states` gives them. They are copied when the step ends without an
+        exception; do not change them before.
 
         Raises:
             ConfigError: a wrong shape or dtype, or the layer is not recurrent.

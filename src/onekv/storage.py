@@ -334,7 +334,7 @@ class StateBank:
         ]
 
     def checked(self, layer: int, states: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
-        """States of one layer as they are kept: float32, on the bank's device, not shared with the caller.
+        """States of one layer as `advance` takes them: float32, on the bank's device. Not a copy where they are that already.
 
         Raises:
             ConfigError: not one float tensor [rows, ...] per shape.
@@ -343,7 +343,7 @@ class StateBank:
         if not expected or [list(t.shape) for t in states] != expected or not all(t.is_floating_point() for t in states):
             came = [f"{t.dtype} {list(t.shape)}" for t in states]
             raise ConfigError(f"layer {layer}: states are {came}, expected float tensors {expected or 'of no kind: it is not recurrent'}")
-        return tuple(t.detach().to(self.device, torch.float32, copy=True) for t in states)
+        return tuple(t.detach().to(self.device, torch.float32) for t in states)
 
     def advance(self, sets: Sequence[Sequence[int]], counts: Sequence[int], states: States, *, replace: Collection[int] = ()) -> None:
         """Put the sequences of `sets[s]` where row s of `states` [S, ...] says, after `counts[s]` rows.

@@ -392,17 +392,16 @@ class Hooked:
         if embeddings is not None:
             inputs["inputs_embeds"] = embeddings.view(count, -1, embeddings.shape[-1])
         # transformers keeps the same columns of all sequences.
-        row, column = keep // (running.positions.shape[0] // count), keep % (running.positions.shape[0] // count)
-        columns, place = torch.unique(column, return_inverse=True)
+        width = running.positions.shape[0] // count
+        row, column = keep // width, keep % width
+        columns, place = (keep, keep) if count == 1 else torch.unique(column, return_inverse=True)
         given = {"position_ids": running.positions.view(count, -1), "logits_to_keep": columns, "use_cache": True}
         inputs |= {name: value for name, value in given.items() if name in self.accepts}
         with torch.inference_mode(), self._attending(running) as cache:
             logits: Tensor = self.model(**inputs, cache=cache).logits  # [S, columns, V]
             if "logits_to_keep" not in self.accepts:
-                place = column
-            elif count == 1:
-                return logits[0]
-            return logits[row, place]
+                return logits[row, column]
+            return logits[0] if count == 1 else logits[row, place]
 
     @contextlib.contextmanager
     def _attending(self, running: Pass) -> Iterator[Cache]:

@@ -111,8 +111,8 @@ def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) 
 def read_states(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[dict[int, RecurrentState], bool]:
     """A state of every recurrent layer, and whether a sequence that has one can take only one row at a time.
 
-    Three rows are evaluated at once, and again with the state handed over after the first: the last logits must agree. A state of zeros
-    must be as good as none, and another sequence beside it must change nothing.
+    Three rows are evaluated at once, and again with the state handed over after the first: the last logits and states must agree. A state
+    of zeros must be as good as none, and another sequence beside it must change nothing.
 
     Raises:
         UnsupportedModel: names the model and what differs.
@@ -123,14 +123,20 @@ def read_states(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[di
     tokens, positions = [1 % vocab_size, 2 % vocab_size, 3 % vocab_size], [min(p, max_positions - 1) for p in range(3)]
     tolerance = 1e-4 if hooked.model.dtype == torch.float32 else 3e-2
 
-    def agrees(with_logits: Tensor) -> bool:
-        return torch.allclose(with_logits, whole.logits, rtol=tolerance, atol=tolerance * float(whole.logits.abs().max()))
+    def outcome(seen: _Watcher) -> list[Tensor]:
+        return [seen.logits, *(tensor[-1:].float() for state in seen.states.values() for tensor in state.tensors)]
+
+    def agrees(seen: _Watcher) -> bool:
+        pairs = zip(outcome(seen), outcome(whole), strict=True)
+        return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max())) for a, b in pairs)
 
     whole = _watch(hooked, tokens, positions, num_seqs=1)
+    if idle := sorted(set(hooked.recurrent) - set(whole.states)):
+        raise UnsupportedModel(f"{hooked.name}: layers {idle} are recurrent, but keep no states in the cache")
     zeros = {i: state.filled([torch.zeros_like(t) for t in state.tensors]) for i, state in whole.states.items()}
-    if not agrees(_watch(hooked, tokens, positions, num_seqs=1, states=zeros).logits):
+    if not agrees(_watch(hooked, tokens, positions, num_seqs=1, states=zeros)):
         raise UnsupportedModel(f"{hooked.name}: recurrent states of zeros are not what a sequence begins with")
-    if not agrees(_watch(hooked, tokens[::-1] + tokens, positions * 2, num_seqs=2).logits):
+    if not agrees(_watch(hooked, tokens[::-1] + tokens, positions * 2, num_seqs=2)):
         raise UnsupportedModel(f"{hooked.name}: a sequence depends on the others of its batch")
     for size in (2, 1):
         states = _watch(hooked, tokens[:1], positions[:1], num_seqs=1).states
@@ -138,7 +144,7 @@ def read_states(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[di
             rows = slice(start, start + size)
             seen = _watch(hooked, tokens[rows], positions[rows], num_seqs=1, states=states)
             states = seen.states
-        if agrees(seen.logits):
+        if agrees(seen):
             return zeros, size == 1
     raise UnsupportedModel(f"{hooked.name}: its recurrent layers do not go on from the states they leave")
 
