@@ -273,6 +273,8 @@ def test_of_many_states_the_latest_stays_and_those_that_are_costly_to_compute_ag
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_state_comes_back_as_it_was_given_whatever_its_dtype(dtype: torch.dtype) -> None:
     bank = StateBank([RECURRENT], checkpoints=1)
+    assert bank.has(5, 0)
+    assert not bank.has(5, 1)
     given = torch.randn(2, 2).to(dtype)
     bank.advance([(3,), (5,)], [1, 1], {0: bank.checked(0, [given], 2)})
     (back,) = bank.gather(0, [5, 3, 4])
@@ -369,18 +371,23 @@ def test_an_exception_leaves_the_states_as_before_and_earlier_steps_stay() -> No
     assert states_of(cache, 0) == folded([1, 2])
 
 
-def test_a_failure_while_states_are_kept_undoes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_while_states_are_kept_undoes_the_step(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = hybrid()
     feed(cache, 0, [1, 2])
     before = everything(cache)
     (step,) = cache.plan(Batch([3]))
 
-    def no_memory(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError
+    advance = cache.states.advance
 
-    with monkeypatch.context() as patch, pytest.raises(MemoryError), step:  # noqa: PT012
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        if late:
+            advance(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), step:  # noqa: PT012
         run(step)
-        patch.setattr(cache.states, "advance", no_memory)
+        patch.setattr(cache.states, "advance", interrupted)
     assert everything(cache) == before
     feed(cache, 0, [3])
     assert states_of(cache, 0) == folded([1, 2, 3])
@@ -404,7 +411,7 @@ def test_states_of_a_wrong_kind_are_refused() -> None:
 
 def test_rows_shared_by_sequences_give_all_of_them_the_state() -> None:
     cache = hybrid()
-    feed(cache, [[0, 1], [0, 1], [2], [0], [1]], [5, 6, 9, 7, 8])
+    feed(cache, [[0, 1], [1, 0], [2], [0], [1]], [5, 6, 9, 7, 8])
     assert [states_of(cache, s) for s in range(3)] == [folded([5, 6, 7]), folded([5, 6, 8]), folded([9])]
     cache.check()
 

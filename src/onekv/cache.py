@@ -192,8 +192,10 @@ class KVCache:
 
     def _can_remove(self, seq: int, p0: int, p1: int) -> bool:
         """Whether the states can follow when a sequence loses the positions [p0, p1)."""
+        if not self.states:
+            return True
         start, stop = self.cells.span(seq, p0, p1)
-        return start == stop or not self.states or (stop == self.cells.length(seq) and self.states.has(seq, start))
+        return start == stop or (stop == self.cells.length(seq) and self.states.has(seq, start))
 
     def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         self.cells.seq_rm(seq, p0, p1)
@@ -254,7 +256,9 @@ class KVCache:
         position for which it is true.
         """
         number, pos = self._seq(seq), _integer("pos", pos)
-        return self.cells.can_continue_at(number, pos) and self.states.has(number, self.cells.span(number, pos, -1)[0])
+        if self.states and not self.states.has(number, self.cells.span(number, pos, -1)[0]):
+            return False
+        return self.cells.can_continue_at(number, pos)
 
     def _lost(self, seq: int, pos: int) -> StateLost:
         """The error for a sequence whose state at a position is not kept."""
@@ -542,11 +546,10 @@ class KVCache:
         for i in self.store.physical:  # converted before the first change, because memory may run out
             state.keys[i] = state.keys[i].to(self.store.device, self.store.k_dtype)
             state.values[i] = state.values[i].to(self.store.device, self.store.v_dtype)
-        held = {row.seq: {i: self.states.checked(i, [t[None] for t in row.states[i]], 1) for i in row.states} for row in state.rows}
+        held = [{i: self.states.owned(tensors) for i, tensors in row.states.items()} for row in state.rows]
         count = self._load_whole(state) if number is None else self._load_sequence(state, number)
-        for row in state.rows:
-            if held[row.seq]:
-                self.states.advance([(row.seq if number is None else number,)], [row.positions.size], held[row.seq])
+        for row, states in zip(state.rows, held, strict=True):
+            self.states.put(row.seq if number is None else number, row.positions.size, states)
         return count
 
     def _load_whole(self, state: files.State) -> int:
@@ -1075,9 +1078,11 @@ class Step:
         if kind is not None or missing:
             self._undo(f"step {self.index} was undone")
         else:
+            before = cache.states.mark()
             try:
                 self._advance(cache)
             except BaseException:
+                cache.states.back_to(before)
                 self._undo(f"step {self.index} was undone")
                 raise
             self._close()
@@ -1093,7 +1098,7 @@ class Step:
 
     def _sets(self) -> list[tuple[int, ...]]:
         """The sequences of each set, in the order of the rows."""
-        return list(dict.fromkeys(self.ubatch.seqs))
+        return list(self.ubatch.seqs[:: len(self.ubatch) // self.ubatch.num_sets])
 
     def _undo(self, fault: str) -> None:
         if self._done is not None:

@@ -323,7 +323,7 @@ class StateBank:
 
     def has(self, seq: int, count: int) -> bool:
         """True iff a sequence can go on after its first `count` rows."""
-        return not self.shapes or count == 0 or count in self.kept(seq)
+        return count == 0 or count in self.kept(seq)
 
     def gather(self, layer: int, seqs: Iterable[int]) -> list[Tensor]:
         """States of one layer where the sequences stand, one tensor [S, ...] per shape. A copy."""
@@ -344,6 +344,24 @@ class StateBank:
             came = [f"{t.dtype} {list(t.shape)}" for t in states]
             raise ConfigError(f"layer {layer}: states are {came}, expected float tensors {expected or 'of no kind: it is not recurrent'}")
         return tuple(t.detach().to(self.device, torch.float32) for t in states)
+
+    def owned(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of states of one sequence, for `put`."""
+        return tuple(t.to(self.device, torch.float32, copy=True) for t in tensors)
+
+    def put(self, seq: int, count: int, states: States) -> None:
+        """Let a sequence stand after `count` rows, with these states (of one sequence, not copied) and none to go back to."""
+        self.truncate(seq, 0)
+        if count and states:
+            self._kept[seq] = [(count, states)]
+
+    def mark(self) -> Mapping[int, list[tuple[int, States]]]:
+        """Where all sequences stand, for `back_to`. Copies no states."""
+        return dict(self._kept)
+
+    def back_to(self, mark: Mapping[int, list[tuple[int, States]]]) -> None:
+        """Forget everything since `mark`."""
+        self._kept = dict(mark)
 
     def advance(self, sets: Sequence[Sequence[int]], counts: Sequence[int], states: States, *, replace: Collection[int] = ()) -> None:
         """Put the sequences of `sets[s]` where row s of `states` [S, ...] says, after `counts[s]` rows.
