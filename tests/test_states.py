@@ -411,8 +411,9 @@ def test_states_of_a_wrong_kind_are_refused() -> None:
 
 def test_rows_shared_by_sequences_give_all_of_them_the_state() -> None:
     cache = hybrid()
-    feed(cache, [[0, 1], [1, 0], [2], [0], [1]], [5, 6, 9, 7, 8])
-    assert [states_of(cache, s) for s in range(3)] == [folded([5, 6, 7]), folded([5, 6, 8]), folded([9])]
+    plan = feed(cache, [[0, 1], [1, 0], [2], [2], [0], [1]], [5, 6, 9, 4, 7, 8])
+    assert plan.steps[0].ubatch.seqs == ((0, 1), (1, 0), (2,), (2,))
+    assert [states_of(cache, s) for s in range(3)] == [folded([5, 6, 7]), folded([5, 6, 8]), folded([9, 4])]
     cache.check()
 
 
@@ -427,11 +428,11 @@ def test_plans_are_cut_into_equal_parts_and_other_cuts_are_refused() -> None:
 
 def test_row_by_row_a_sequence_that_has_a_state_takes_one_row_a_step() -> None:
     cache = hybrid(row_by_row=True)
-    plan = feed(cache, [0, 0, 0, 1, 1, 1, 0], range(7))
-    assert [step.ubatch.seqs for step in plan] == [((0,),) * 3 + ((1,),) * 3, ((0,),)]
+    plan = feed(cache, [0, 0, 0, 1, 1, 1, 0, 0], range(8))
+    assert [step.ubatch.seqs for step in plan] == [((0,),) * 3 + ((1,),) * 3, ((0,),), ((0,),)]
     plan = feed(cache, [0, 0, 2, 2, 3], range(5), max_ubatch=4)
     assert [step.ubatch.seqs for step in plan] == [((0,), (2,), (3,)), ((0,), (2,))]
-    assert [states_of(cache, s) for s in range(4)] == [folded([0, 1, 2, 6, 0, 1]), folded([3, 4, 5]), folded([2, 3]), folded([4])]
+    assert [states_of(cache, s) for s in range(4)] == [folded([0, 1, 2, 6, 7, 0, 1]), folded([3, 4, 5]), folded([2, 3]), folded([4])]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------------------------
