@@ -38,6 +38,7 @@ pages: .venv/installed
 
 bench: setup
 	$(BIN)/python -m benchmarks.bookkeeping
+	$(BIN)/python -m benchmarks.transformers
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,6 +1,6 @@
 """What does the bookkeeping of one decode step cost, from the batch to the view attention reads?
 
-    python -m benchmarks.bookkeeping
+    python -m benchmarks.bookkeeping [--quick] [--busy]
 
 Each row fills a buffer with sequences whose cells are interleaved, then times steps of one token per sequence, in microseconds:
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence as Listing
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import Result, report
+from benchmarks.report import Result, begin, options, report
 from onekv.cache import KVCache
 from onekv.core.batch import Batch, split
 from onekv.core.cells import Cells
@@ -73,10 +74,11 @@ def timed_parts(cells: Cells, tokens: Tokens, seqs: list[int]) -> list[float]:
     return [(b - a) * 1e6 for a, b in itertools.pairwise(marks)]
 
 
-def main() -> None:
+def main(argv: Listing[str] | None = None) -> None:
     """Print the table and the JSON line."""
+    conditions = begin(options(__doc__).parse_args(argv))
     results = []
-    for num_cells, sequences, tokens, original in SIZES:
+    for num_cells, sequences, tokens, original in SIZES[: 1 if conditions.quick else None]:
         cache = KVCache([LayerSpec(num_kv_heads=1, head_dim=1)], num_cells, vocab_size=50_000)
         room = num_cells // sequences - 2 * STEPS  # so that the timed steps fit
         fill(cache, sequences, min(tokens, room))
@@ -87,7 +89,7 @@ def main() -> None:
         name = f"{num_cells} cells, {sequences} x {tokens}"
         results += [Result(f"{name}: {part}", float(np.median(parts[:, i])), "us") for i, part in enumerate(PARTS)]
         results.append(Result(f"{name}: total", float(np.median(totals)), "us", f"<= {original}"))
-    report("bookkeeping", results)
+    report("bookkeeping", results, conditions)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ def faults(notes: dict[str, Any], found: Found, files: dict[str, str]) -> Iterat
                 yield f"{table} {name}: no text or no test"
             for test in tests:
                 yield from _unknown(test, found, files)
+    for name, (behaviour, *held) in notes["peers"].items():
+        if not behaviour or not held:
+            yield f"peers {name}: no behaviour, or neither a test nor a reason"
+        for test in held:
+            if not re.match(r"not applicable: \S", test):
+                yield from _unknown(test, found, files)
 
 
 def _unknown(test: str, found: Found, files: dict[str, str]) -> Iterator[str]:
@@ -139,6 +145,19 @@ def page(notes: dict[str, Any], found: Found, files: dict[str, str]) -> str:
         for name, (there, here, *tests) in notes[table].items():
             lines.append(f"| {name} | {there} | {here} | {', '.join(_shown(test, files) for test in tests)} |")
         lines.append("")
+    lines += [
+        "## transformers' cache tests",
+        "",
+        "What tests/utils/test_cache_utils.py and the cache tests of tests/generation in the transformers repository assert, over several",
+        "versions, and the test of ours that asks the same of `as_cache`.",
+        "",
+        "| their test | behaviour | here |",
+        "|---|---|---|",
+    ]
+    for name, (behaviour, *held) in notes["peers"].items():
+        shown = [test if test.startswith("not applicable") else _shown(test, files) for test in held]
+        lines.append(f"| {name} | {behaviour} | {'<br>'.join(shown)} |")
+    lines.append("")
     for document, title in TITLES.items():
         lines += [f"## {title}", "", "| id | about | tests |", "|---|---|---|"]
         for name, about in notes[document].items():

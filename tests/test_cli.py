@@ -70,6 +70,8 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
         (["-p", "word " * 9000], "the model's context is 8192"),
         (["-p", "a b c", "--cells", "3"], "--cells is 3"),
         (["-p", "a", "--weights", "int3"], "int3"),
+        (["-p", "a", "--k-dtype", "q5_0"], "k_dtype must be one of float32, float16, bfloat16, q8_0, q4_0; got 'q5_0'"),
+        (["-p", "a", "--v-dtype", "q8"], "v_dtype must be one of"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_one_clear_line(
@@ -97,6 +99,14 @@ def test_several_prompts_give_one_json_line_each_equal_to_each_alone(
     for prompt, one in zip(prompts, together, strict=True):
         assert run(monkeypatch, *options, "-p", prompt) == 0
         assert json.loads(capsys.readouterr().out) == one
+
+
+@pytest.mark.demo_model
+@pytest.mark.usefixtures("demo_model")
+def test_quantised_cells_answer_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["generate", "smollm2", "--max-tokens", "6", "-p", "The capital of France is", "--k-dtype", "q8_0", "--v-dtype", "q4_0"]
+    assert run(monkeypatch, *options) == 0
+    assert "Paris" in capsys.readouterr().out
 
 
 @pytest.mark.demo_model
@@ -139,6 +149,10 @@ def test_inspect_prints_what_a_file_holds(monkeypatch: pytest.MonkeyPatch, capsy
     hybrid.save(tmp_path / "hybrid.safetensors")
     assert run(monkeypatch, "inspect", str(tmp_path / "hybrid.safetensors")) == 0
     assert "recurrent states: 1 layers, 1.0 MB a sequence" in capsys.readouterr().out
+    wide = KVCache([LayerSpec(2, 64)], 8, k_dtype="q8_0", v_dtype="q4_0")
+    wide.save(tmp_path / "wide.safetensors")
+    assert run(monkeypatch, "inspect", str(tmp_path / "wide.safetensors")) == 0
+    assert "0 cells, 1 layers, 2 heads of 64, q8_0 keys, q4_0 hadamard values" in capsys.readouterr().out
     (tmp_path / "bad").write_bytes(b"x" * 100)
     assert run(monkeypatch, "inspect", str(tmp_path / "bad")) == 2
 

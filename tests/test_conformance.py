@@ -98,6 +98,12 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any], Any], Any], str]] = {
         lambda notes, found: notes["deviations"].update({"D-1": ["x", "y", "spec_Z"]}),
         "there is no test spec_Z",
     ),
+    "a peer's test without ours": (lambda notes, found: notes["peers"].update(test_x=["x"]), "peers test_x: no behaviour, or neither"),
+    "a peer's test without its own": (lambda notes, found: notes["peers"].update(test_x=["x", "test_y"]), "there is no test test_y"),
+    "a peer's test without a reason": (
+        lambda notes, found: notes["peers"].update(test_x=["x", "not applicable: "]),
+        "there is no test not applicable",
+    ),
 }
 
 

@@ -25,6 +25,12 @@ def test_spec_C02_the_worst_step_is_a_number_and_reserves_nothing() -> None:
     assert state_of(cache) == before
 
 
+def test_spec_C02_the_worst_step_counts_the_decoding_of_quantised_cells() -> None:
+    cache = KVCache([LayerSpec(2, 40, value_dim=64)], 100, k_dtype="q8_0", v_dtype="q4_0")
+    k, v = 4 * 64 + 2 * (34 + 4), 4 * 64 + 2 * (18 + 4) + 64  # two blocks each: numbers, stored bytes, float32 scales, nibbles apart
+    assert cache.max_step_nbytes(8) == 100 * 2 * (k + v) + 8 * 100
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("backed", [False, True], ids=["empty", "after others"])
 def test_spec_C07_a_failed_step_leaves_no_sequence_a_row_it_did_not_compute(error: type[BaseException], backed: bool) -> None:

@@ -386,6 +386,72 @@ def test_case_E04_dtypes_convert_through_float32_and_equal_ones_keep_every_bit(o
             assert_same_contents(saved(other, 0), saved(cache, 0))
 
 
+CODECS: list[dict[str, Any]] = [
+    {"k_dtype": "float32"},
+    {"k_dtype": "bfloat16", "v_dtype": "float16"},
+    {"k_dtype": "q8_0"},
+    {"k_dtype": "q8_0", "hadamard": True},
+    {"k_dtype": "q4_0"},
+    {"k_dtype": "q4_0", "hadamard": False},
+    {"k_dtype": "q8_0", "v_dtype": "q4_0"},
+    {"k_dtype": "float32", "v_dtype": "q8_0"},
+]
+WIDE = [LayerSpec(2, 64, value_dim=40, rope=Rope((1.0, 0.5))), LayerSpec(1, 32)]
+
+
+def id_of(kinds: dict[str, Any]) -> str:
+    return " ".join(map(str, kinds.values()))
+
+
+@pytest.mark.parametrize("seq", [None, 0], ids=["whole", "one"])
+@pytest.mark.parametrize("to", CODECS, ids=id_of)
+@pytest.mark.parametrize("origin", CODECS, ids=id_of)
+def test_case_E04_quantised_cells_convert_through_float32_and_equal_ones_keep_every_byte(
+    origin: dict[str, Any], to: dict[str, Any], seq: int | None
+) -> None:
+    cache, other = geometric(WIDE, **origin), geometric(WIDE, **to)
+    assert same_codecs(cache, other) == (origin == to)
+    for store in (cache.store, other.store):
+        assert (store.raw_keys(0).shape[2], store.raw_values(0).shape[2]) == (store.k_codec.width(64), store.v_codec.width(40))
+    rng = torch.Generator().manual_seed(6)
+    for i, parts in enumerate(((cache.store.raw_keys(0), cache.store.raw_values(0)), (cache.store.raw_keys(1), cache.store.raw_values(1)))):
+        for memory, dim in zip(parts, (WIDE[i].head_dim, WIDE[i].v_dim), strict=True):
+            if memory.dtype == torch.uint8:  # integers that quantising anew would not give: not every block has its largest
+                integers = memory[..., : -2 * -(-dim // 32)]
+                integers[:] = torch.randint(0, 256, integers.shape, generator=rng, dtype=torch.uint8)
+    other.clear()
+    assert load(other, saved(cache, seq), seq) == 4
+    mine, theirs = (c.cells.column(0, 0).astype(np.int64) for c in (other, cache))
+    for i in (0, 1):
+        numbers, dims = cache.store.gather(i, torch.from_numpy(theirs)), (WIDE[i].head_dim, WIDE[i].v_dim)
+        for part, codec, memory, old, number, dim in zip(
+            ("k", "v"),
+            (other.store.k_codec, other.store.v_codec),
+            (other.store.raw_keys(i), other.store.raw_values(i)),
+            ((cache.store.k_codec, cache.store.raw_keys(i)), (cache.store.v_codec, cache.store.raw_values(i))),
+            numbers,
+            dims,
+            strict=True,
+        ):
+            expected = old[1][theirs] if codec == old[0] else codec.encode(number)
+            assert torch.equal(memory[mine], expected), part
+            assert torch.equal(other.store.gather(i, torch.from_numpy(mine))["kv".index(part)], codec.decode(expected, dim))
+    if same_codecs(cache, other):
+        assert_same_contents(saved(other, seq), saved(cache, seq))
+
+
+def same_codecs(one: KVCache, other: KVCache) -> bool:
+    return (one.store.k_codec, one.store.v_codec) == (other.store.k_codec, other.store.v_codec)
+
+
+def test_a_file_says_how_its_cells_are_stored() -> None:
+    description, tensors = contents(saved(geometric(WIDE, k_dtype="q8_0", v_dtype="q4_0"), 0))
+    assert description["keys"] == {"name": "q8_0", "hadamard": False}
+    assert description["values"] == {"name": "q4_0", "hadamard": True}
+    assert (tensors["layers.0.k"].dtype, list(tensors["layers.0.k"].shape)) == (torch.uint8, [4, 2, 68])
+    assert (tensors["layers.0.v"].dtype, list(tensors["layers.0.v"].shape)) == (torch.uint8, [4, 2, 36])
+
+
 SETTINGS = list(itertools.product(["scattered", "contiguous"], ["rows", "transposed"], [16, 40]))
 
 
@@ -679,7 +745,7 @@ HARM: dict[str, Callable[[Description, Tensors], None]] = {
     "tensor nobody asked for": lambda _, tensors: tensors.update(extra=torch.zeros(1)),
     "keys of a layer that is not there": lambda _, tensors: tensors.update({"layers.2.k": torch.zeros(1)}),
     "a row nobody names": lambda _, tensors: tensors.update({"seqs.3.positions": torch.zeros(0, dtype=torch.int32)}),
-    **{f"no field {name}": drop(name) for name in ("whole", "fingerprint", "layers", "sequences", "version")},
+    **{f"no field {name}": drop(name) for name in ("whole", "fingerprint", "layers", "keys", "values", "sequences", "version")},
     **{
         f"{name} = {value!r}": say(name, value)
         for name, values in {
@@ -761,6 +827,55 @@ def assert_quickly_refused(cache: KVCache, data: bytes, seq: int | None = None) 
     assert peak < 20 * len(data) + 10 * 2**20
     assert state_of(cache) == before
     assert same_kv(kv_of(cache, cache.cells.present()), kv)
+
+
+CODEC_FIELDS = {
+    "none": None,
+    "a name": "q8_0",
+    "a list": ["q8_0", False],
+    "no name": {"hadamard": False},
+    "an unknown name": {"name": "q5_0", "hadamard": False},
+    "a name that is no text": {"name": ["q8_0"], "hadamard": False},
+    "another name": {"name": "float32", "hadamard": False},
+    "another block": {"name": "q4_0", "hadamard": False},
+    "rotated floats": {"name": "float32", "hadamard": True},
+    "a rotation that is a number": {"name": "q8_0", "hadamard": 1},
+    "no rotation": {"name": "q8_0", "hadamard": None},
+    "more": {"name": "q8_0", "hadamard": False, "blocks": 32},
+}
+QUANTISED_SHAPES = {
+    "one byte more": lambda t: torch.cat([t, t[..., :1]], dim=-1),
+    "one byte fewer": lambda t: t[..., :-1],
+    "a block more": lambda t: t.repeat(1, 1, 2),
+    "no byte": lambda t: t[..., :0],
+    "the numbers themselves": lambda t: torch.zeros(*t.shape[:2], 64),
+    "int8": lambda t: t.view(torch.int8),
+    "a byte as float32": lambda t: t.float(),
+    "one cell fewer": lambda t: t[1:],
+    "one head": lambda t: t[:, :1],
+}
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+@pytest.mark.parametrize("said", CODEC_FIELDS.values(), ids=list(CODEC_FIELDS))
+def test_case_E06_a_file_that_misnames_its_cells_is_refused(said: Any, part: str) -> None:
+    cache = geometric(WIDE, k_dtype="q8_0")
+    description, tensors = contents(saved(cache, 0))
+    description[part] = said
+    assert_quickly_refused(cache, made(description, tensors), 1)
+    del description[part]
+    assert_quickly_refused(cache, made(description, tensors), 1)
+
+
+@pytest.mark.parametrize("tensor", ["layers.0.k", "layers.0.v"])
+@pytest.mark.parametrize("convert", QUANTISED_SHAPES.values(), ids=list(QUANTISED_SHAPES))
+@pytest.mark.parametrize("to", [{"k_dtype": "q8_0"}, {"k_dtype": "float32"}], ids=id_of)
+def test_case_E06_quantised_cells_of_a_wrong_size_are_refused(to: dict[str, Any], convert: Any, tensor: str) -> None:
+    cache = geometric(WIDE, **to)
+    description, tensors = contents(saved(geometric(WIDE, k_dtype="q8_0"), 0))
+    load(cache, made(description, tensors), 1)
+    tensors[tensor] = convert(tensors[tensor]).contiguous()
+    assert_quickly_refused(cache, made(description, tensors), 1)
 
 
 @pytest.mark.parametrize(

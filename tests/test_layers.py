@@ -14,6 +14,7 @@ SRC = Path(onekv.__file__).parent
 ORDER = [
     ("errors", "config"),
     ("core",),
+    ("codecs",),
     ("storage",),
     ("rope",),
     ("files",),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import onekv.cache
+import onekv.rope
 from onekv import BatchError, CacheFull, KVCache, LayerSpec, OneKVError, Rope, ShiftError, Window
 from onekv.core.batch import split
 from onekv.core.placement import plan_slots
@@ -364,7 +365,7 @@ def test_spec_S62_shifts_never_change_the_length_of_a_key() -> None:
 
 @given(deltas=st.lists(st.integers(1, 9999), min_size=1, max_size=4), first=st.integers(0, 5), flush=st.booleans())
 @settings(max_examples=40)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1), ("q8_0", 0.2)])
 def test_a_shift_and_its_inverse_are_the_identity(dtype: str, tolerance: float, deltas: list[int], first: int, flush: bool) -> None:
     cache, _, _ = roped_cache(k_dtype=dtype)
     before = kv_of(cache, [0, 1])
@@ -377,6 +378,106 @@ def test_a_shift_and_its_inverse_are_the_identity(dtype: str, tolerance: float, 
     assert flush or same_kv(after, before)  # opposite changes that were never applied rotate nothing
     for one, other in zip(after, before, strict=True):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=0)
+
+
+# --- quantised cells ----------------------------------------------------------------------------------------------------------------
+
+QUANTISED = [
+    {"k_dtype": "q8_0"},
+    {"k_dtype": "q8_0", "hadamard": True},
+    {"k_dtype": "q4_0"},
+    {"k_dtype": "q4_0", "hadamard": False},
+    {"k_dtype": "q8_0", "v_dtype": "q4_0"},
+    {"k_dtype": "float32", "v_dtype": "q8_0"},
+]
+quantised = pytest.mark.parametrize("kinds", QUANTISED, ids=lambda kinds: " ".join(map(str, kinds.values())))
+
+
+def bytes_of(cache: KVCache, cells: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """Memory of all layers at some cells, all by default."""
+    chosen = slice(None) if cells is None else list(cells)
+    parts = (cache.store.raw_keys, cache.store.raw_values)
+    return [part(i)[chosen].clone() for i in cache.store.physical for part in parts]
+
+
+def packed_cache(**settings: Any) -> tuple[KVCache, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Layers of several widths and ropes, random tokens at positions 20 to 25 of sequences 0 and 1; what each layer was given."""
+    layers = [
+        LayerSpec(2, 64, rope=Rope([10 ** (-i / 8) for i in range(32)])),
+        LayerSpec(1, 80, value_dim=40, rope=Rope((1.0, 0.3, 0.01), layout="interleaved", offset=20)),
+        LayerSpec(1, 32, value_dim=64, rope=Rope((0.7, 0.1), part="value")),
+        LayerSpec(3, 24),
+    ]
+    cache = KVCache(layers, 32, max_seqs=4, **settings)
+    load_cells(cache.cells, " ".join(f"{p}{{{s}}}" for s in (0, 1) for p in range(20, 26)))
+    rng, given = torch.Generator().manual_seed(8), []
+    for i, layer in enumerate(layers):
+        given.append(tuple(torch.randn(12, layer.num_kv_heads, dim, generator=rng) for dim in (layer.head_dim, layer.v_dim)))
+        cache.store.store(i, torch.arange(12), *given[-1])
+    return cache, given
+
+
+@quantised
+def test_case_F01_changes_that_wait_are_one_rounding_of_one_rotation(kinds: dict[str, Any]) -> None:
+    once, many, before = packed_cache(**kinds)[0], packed_cache(**kinds)[0], packed_cache(**kinds)[0]
+    once.seq_add(0, 22, -1, 7)
+    for _ in range(7):
+        many.seq_add(0, 22, -1, 1)
+    assert once.update()
+    assert many.update()
+    assert same_kv(bytes_of(once), bytes_of(many))
+    still = [0, 1, *range(6, 32)]  # the cells that did not move: two of sequence 0, all of sequence 1, the empty ones
+    assert same_kv(bytes_of(once, still), bytes_of(before, still))
+    moved, change = torch.arange(2, 6), torch.full((4,), 7)
+    for i, layer in enumerate(once.layers):
+        parts = ("key", once.store.k_codec, once.store.raw_keys(i)), ("value", once.store.v_codec, once.store.raw_values(i))
+        old = before.store.raw_keys(i)[moved], before.store.raw_values(i)[moved]
+        for (part, codec, memory), stored, decoded in zip(parts, old, before.store.gather(i, moved), strict=True):
+            turns = layer.rope is not None and layer.rope.part == part
+            assert torch.equal(memory[moved], codec.encode(onekv.rope.rotate(decoded, change, layer.rope)) if turns else stored)
+            assert torch.equal(memory[moved], stored) != turns
+
+
+@pytest.mark.parametrize(("name", "largest", "cosine"), [("q8_0", 0.06, 0.999), ("q4_0", 0.8, 0.97)])
+def test_case_F01_a_shifted_quantised_key_is_near_the_float32_one(name: str, largest: float, cosine: float) -> None:
+    cache, given = packed_cache(k_dtype=name)
+    exact = onekv.rope.rotate(given[0][0][:6], torch.full((6,), -7), cache.layers[0].rope)
+    cache.seq_add(0, 0, -1, -7)
+    keys = cache.keys(0, 0)
+    assert (keys - exact).abs().max() <= largest
+    assert torch.cosine_similarity(keys, exact, dim=-1).min() >= cosine
+
+
+@quantised
+def test_changes_that_cancel_leave_quantised_cells_as_they_are(kinds: dict[str, Any]) -> None:
+    cache = packed_cache(**kinds)[0]
+    before = bytes_of(cache)
+    cache.seq_add(0, 0, -1, 900)
+    cache.seq_add(0, 0, -1, -900)
+    cache.seq_div(0, 0, -1, 1)
+    assert not cache.update()
+    assert same_kv(bytes_of(cache), before)
+
+
+@quantised
+def test_copies_of_shared_quantised_cells_and_moves_keep_every_byte(kinds: dict[str, Any]) -> None:
+    cache = packed_cache(**kinds)[0]
+    before = bytes_of(cache)
+    cache.seq_cp(0, 2)
+    cache.reorder([0, 1], [1, 0])
+    assert same_kv(bytes_of(cache), before)
+    cache.seq_add(2, 23, -1, 4)  # three cells of sequence 1 are copied, and their copies wait for a rotation
+    columns = [cache.cells.column(0, seq).tolist() for seq in (1, 2)]
+    assert [a == b for a, b in zip(*columns, strict=True)] == [True] * 3 + [False] * 3
+    assert same_kv(bytes_of(cache, columns[1]), bytes_of(cache, columns[0]))
+    assert same_kv(bytes_of(cache, columns[1]), [part[:6] for part in before])
+    cache.update()
+    assert same_kv(bytes_of(cache, columns[0]), [part[:6] for part in before])
+    cache.seq_rm(1)
+    rows = {seq: bytes_of(cache, cache.cells.column(0, seq).tolist()) for seq in (0, 2)}
+    assert cache.compact() > 0
+    for seq, held in rows.items():
+        assert same_kv(bytes_of(cache, cache.cells.column(0, seq).tolist()), held)
 
 
 # --- caches that cannot shift -------------------------------------------------------------------------------------------------------

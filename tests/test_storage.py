@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from onekv import ConfigError, LayerSpec, Rope, Window
+from onekv import ConfigError, KVCache, LayerSpec, Rope, Window
+from onekv.codecs import codecs_of
 from onekv.storage import KVStore, layer_groups, owning_layers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,6 +53,75 @@ def test_rows_go_to_their_cells_and_nowhere_else(passed: torch.dtype, stored: st
     store.zero()
     assert not store.keys(0).any()
     assert not store.values(0).any()
+
+
+QUANTISED = [("q8_0", None), ("q4_0", None), ("q8_0", "q4_0"), ("q4_0", "bfloat16"), ("float32", "q8_0")]
+
+
+@pytest.mark.parametrize("rotated", [None, False, True])
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), QUANTISED)
+def test_quantised_rows_are_the_bytes_of_their_codecs_in_their_cells(k_dtype: str, v_dtype: str | None, rotated: bool | None) -> None:
+    if rotated and "float" in f"{k_dtype} {v_dtype}":
+        with pytest.raises(ConfigError, match=r"hadamard=True rotates quantised keys and values, but ._dtype is b?float"):
+            store_of(k_dtype=k_dtype, v_dtype=v_dtype, hadamard=rotated)
+        return
+    layer = LayerSpec(2, 40, value_dim=64)
+    store = store_of(layer, LayerSpec(2, 40, value_dim=64, source=0), k_dtype=k_dtype, v_dtype=v_dtype, hadamard=rotated)
+    assert (store.k_codec, store.v_codec) == codecs_of(k_dtype, v_dtype, rotated)
+    k, v = some(3, 40), some(3, 64)
+    store.store(0, torch.tensor([5, 2, 7]), k, v)
+    for layer_idx in (0, 1):
+        for memory, codec, rows in ((store.raw_keys(layer_idx), store.k_codec, k), (store.raw_values(layer_idx), store.v_codec, v)):
+            assert (memory.shape, memory.dtype) == ((8, 2, codec.width(rows.shape[2])), codec.dtype)
+            assert memory.is_contiguous()
+            assert torch.equal(memory[[5, 2, 7]], codec.encode(rows))
+            assert not memory[[0, 1, 3, 4, 6]].any()
+        cells = torch.tensor([7, 5, 0])
+        for unrotate in (True, False):
+            found = store.gather(layer_idx, cells, unrotate)
+            memories = (store.raw_keys(layer_idx), store.k_codec, 40), (store.raw_values(layer_idx), store.v_codec, 64)
+            for part, (memory, codec, dim) in zip(found, memories, strict=True):
+                assert (part.shape, part.dtype) == ((3, 2, dim), torch.float32)
+                assert torch.equal(part, codec.decode(memory[cells], dim, unrotate))
+        assert torch.equal(store.gather_keys(layer_idx, cells), store.gather(layer_idx, cells)[0])
+        assert torch.equal(store.gather_values(layer_idx, cells), store.gather(layer_idx, cells)[1])
+    assert store.nbytes == store.raw_keys(0).nbytes + store.raw_values(0).nbytes == 8 * store.cell_nbytes()
+    store.zero()
+    assert not any(part.any() for part in store.gather(0, torch.arange(8)))
+
+
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_quantised_cells_are_not_passed_off_as_numbers(part: str) -> None:
+    store = store_of(k_dtype="q8_0" if part == "keys" else "float32", v_dtype="q4_0" if part == "values" else "float32")
+    with pytest.raises(ConfigError, match=f"{part} stored as q._0 are bytes; raw_{part} gives their memory, gather their numbers"):
+        getattr(store, part)(0)
+    getattr(store, "keys" if part == "values" else "values")(0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 576])
+def test_quantised_cells_take_a_third_to_a_half_of_float16(head_dim: int) -> None:
+    sizes = {}
+    for name in ("float16", "q8_0", "q4_0"):
+        cache = KVCache([LayerSpec(4, head_dim), LayerSpec(4, head_dim, window=Window.sliding(4))], 10, k_dtype=name, window_cells=5)
+        sizes[name] = cache.store.cell_nbytes()
+        groups = cache.stats()["groups"]
+        assert cache.nbytes == cache.stats()["nbytes"] == sum(group["nbytes"] for group in groups) == 15 * sizes[name] // 2
+    padded = -(-head_dim // 32) * 32 / head_dim  # 80 takes three blocks of 32
+    assert sizes["q8_0"] <= 0.55 * padded * sizes["float16"]
+    assert sizes["q4_0"] <= 0.30 * padded * sizes["float16"]
+
+
+def test_copies_and_raw_writes_keep_every_byte() -> None:
+    store = store_of(LayerSpec(2, 32), k_dtype="q8_0", v_dtype="q4_0")
+    store.store(0, torch.arange(3), some(3, 32), some(3, 32))
+    k, v = store.raw_keys(0)[:3].clone(), store.raw_values(0)[:3].clone()
+    store.copy([0], torch.tensor([0, 1, 2]), torch.tensor([7, 5, 3]))
+    assert torch.equal(store.raw_keys(0)[[7, 5, 3]], k)
+    assert torch.equal(store.raw_values(0)[[7, 5, 3]], v)
+    store.write_raw(0, torch.tensor([4]), k=k[2:])
+    store.write_raw(0, torch.tensor([6]), v=v[2:])
+    assert torch.equal(store.raw_keys(0)[[4, 6]], torch.cat([k[2:], torch.zeros_like(k[:1])]))
+    assert torch.equal(store.raw_values(0)[[4, 6]], torch.cat([torch.zeros_like(v[:1]), v[2:]]))
 
 
 def test_spec_M11_transposed_values_differ_in_memory_order_alone() -> None:
@@ -114,6 +184,9 @@ def test_each_layer_may_have_its_own_number_of_cells() -> None:
         ({"v_dtype": "int8"}, "v_dtype must be one of"),
         ({"v_dtype": []}, "v_dtype must be one of"),
         ({"v_layout": "columns"}, "v_layout"),
+        ({"k_dtype": "q5_0"}, "k_dtype must be one of float32, float16, bfloat16, q8_0, q4_0; got 'q5_0'"),
+        ({"v_dtype": "q8_0", "v_layout": "transposed"}, 'q8_0 values are blocks of 32 dims of one cell; use v_layout="rows"'),
+        ({"k_dtype": "q4_0", "v_layout": "transposed"}, "q4_0 values are blocks"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from onekv import files
 from onekv.attention import Buckets, Score, View, backend as find_backend
 from onekv.attention.reference import dense_mask
+from onekv.attention.sdpa import Entries, entries_of
+from onekv.codecs import converted
 from onekv.config import CacheConfig
 from onekv.core import loops
 from onekv.core.batch import Batch, Ubatch, as_seq_id, columns, split as cut
@@ -97,6 +99,7 @@ class KVCache:
         window_cells: int | None = None,
         k_dtype: str = "float32",
         v_dtype: str | None = None,
+        hadamard: bool | None = None,
         device: str = "cpu",
         placement: Literal["scattered", "contiguous"] = "scattered",
         v_layout: Literal["rows", "transposed"] = "rows",
@@ -115,6 +118,7 @@ class KVCache:
             window_cells=window_cells,
             k_dtype=k_dtype,
             v_dtype=v_dtype,
+            hadamard=hadamard,
             device=device,
             placement=placement,
             v_layout=v_layout,
@@ -134,7 +138,8 @@ class KVCache:
             raise ConfigError("window_cells sizes a second group of layers, but all layers share one window; num_cells is its size")
         sizes = [num_cells if i == 0 else (window_cells or num_cells) for i in range(len(windows))]
         self.cells = Cells(windows, sizes, max_seqs)
-        self.store = KVStore(self.layers, [sizes[g] for g in self._layer_group], k_dtype, v_dtype, self.config.device, self.config.v_layout)
+        cells = [sizes[g] for g in self._layer_group]
+        self.store = KVStore(self.layers, cells, k_dtype, v_dtype, self.config.device, self.config.v_layout, hadamard)
         self.states = StateBank(self.layers, checkpoints, self.config.device)
         self._attend = find_backend(backend)
         self._entered = threading.RLock()
@@ -419,6 +424,7 @@ class KVCache:
     def update(self) -> bool:
         """Apply pending position changes: rotate the keys of the changed cells, in the layers that have RoPE. True iff a key was rotated.
 
+        Quantised keys are decoded, turned by all that has gathered and encoded again: one rounding, however many changes wait.
         If it fails or is interrupted, the changes stay pending and the next call goes on.
         Cost: O(changed cells x layers).
         Source: spec 4.12, D-2 to D-4.
@@ -442,9 +448,9 @@ class KVCache:
     def _rotate(self, layer: int, index: Tensor, change: Tensor) -> None:
         rope = self.layers[layer].rope
         if rope is not None and rope.part == "key":
-            self.store.write(layer, index, k=rotate(self.store.keys(layer)[index], change, rope))
+            self.store.write(layer, index, k=rotate(self.store.gather_keys(layer, index), change, rope))
         elif rope is not None:
-            self.store.write(layer, index, v=rotate(self.store.values(layer)[index], change, rope))
+            self.store.write(layer, index, v=rotate(self.store.gather_values(layer, index), change, rope))
 
     # --- moving cells -----------------------------------------------------------------------------------------------------------
 
@@ -511,10 +517,10 @@ class KVCache:
             for row in rows:
                 row.columns[g][:] = place[row.columns[g]]
             chosen.append(self._index(kept))
-        state = files.State(self.layers, self.config.fingerprint, number is None, rows)
+        state = files.State(self.layers, self.config.fingerprint, number is None, rows, self.store.k_codec, self.store.v_codec)
         for i in self.store.physical:
             index = chosen[self._layer_group[i]]
-            state.keys[i], state.values[i] = self.store.keys(i)[index], self.store.values(i)[index]
+            state.keys[i], state.values[i] = self.store.raw_keys(i)[index], self.store.raw_values(i)[index]
         files.save(path, state, progress)
         return sum(row.positions.size for row in rows) if number is not None else len(chosen[0])
 
@@ -522,8 +528,8 @@ class KVCache:
     def load(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
         """Read a file of `save` in place of a sequence, or of the whole cache (None). Returns how many tokens were loaded.
 
-        The destination is replaced; other sequences stay. Cells, buffer size, placement, V layout and dtypes may differ (converted through
-        float32); layers, windows, rope and fingerprint may not.
+        The destination is replaced; other sequences stay. Cells, buffer size, placement, V layout, dtypes and Hadamard rotation may differ
+        (converted through float32; kept to the bit where they are equal); layers, windows, rope and fingerprint may not.
 
         Raises:
             StateError: damaged, foreign, or of the other kind (whole or one sequence).
@@ -544,8 +550,9 @@ class KVCache:
             if self.config.vocab_size is not None and row.tokens.max(initial=-1) >= self.config.vocab_size:
                 raise StateError(f"the file holds token id {row.tokens.max()}; the vocabulary has {self.config.vocab_size}")
         for i in self.store.physical:  # converted before the first change, because memory may run out
-            state.keys[i] = state.keys[i].to(self.store.device, self.store.k_dtype)
-            state.values[i] = state.values[i].to(self.store.device, self.store.v_dtype)
+            spec, store = self.layers[i], self.store
+            state.keys[i] = converted(state.keys[i].to(store.device), state.k_codec, store.k_codec, spec.head_dim)
+            state.values[i] = converted(state.values[i].to(store.device), state.v_codec, store.v_codec, spec.v_dim)
         held = [{i: self.states.owned(tensors) for i, tensors in row.states.items()} for row in state.rows]
         count = self._load_whole(state) if number is None else self._load_sequence(state, number)
         for row, states in zip(state.rows, held, strict=True):
@@ -603,7 +610,7 @@ class KVCache:
     def _write_data(self, state: files.State, slots: Listing[NDArray[np.integer]]) -> None:
         for i in self.store.physical:
             index = self._index(slots[self._layer_group[i]])
-            self.store.write(i, index, k=state.keys[i], v=state.values[i])
+            self.store.write_raw(i, index, state.keys[i], state.values[i])
 
     # --- evaluating -------------------------------------------------------------------------------------------------------------
 
@@ -718,12 +725,12 @@ class KVCache:
     def max_step_nbytes(self, max_ubatch: int) -> int:
         """Most bytes the attention of one layer may allocate in a step of `max_ubatch` rows: one sequence fills a group, and every row
         sees all of it. Nothing is reserved ahead; this is the number to leave free. Scores with a cap, sinks or a bias take another
-        4 bytes for each head, row and cell."""
+        4 bytes for each head, row and cell. What a model itself makes of stored keys (latent attention) comes on top."""
         worst = 0
         for i in self.store.physical:
             spec, cells = self.layers[i], self.cells.groups[self._layer_group[i]].num_cells
-            gathered = 4 * cells * spec.num_kv_heads * (spec.head_dim + spec.v_dim)
-            worst = max(worst, gathered + max_ubatch * cells)
+            head = self.store.k_codec.decoding_nbytes(spec.head_dim) + self.store.v_codec.decoding_nbytes(spec.v_dim)
+            worst = max(worst, cells * spec.num_kv_heads * head + max_ubatch * cells)
         return worst
 
     @_exclusive
@@ -1164,6 +1171,14 @@ class Step:
             OneKVError: the step is not open.
         """
         self._states[layer] = self._open_cache().states.checked(layer, states, self.ubatch.num_sets)
+
+    def _entries(self, layer: int) -> Entries:
+        """The cells any row sees in this layer, and which each sees. Made once for the layers of a group."""
+        return self._views[self._group(layer)].once("entries", lambda view: entries_of(view, self.plan.cache.store.device))
+
+    def _gather(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [N, G, D] and values [N, G, Dv] of those cells, float32."""
+        return self.plan.cache.store.gather(layer, self._entries(layer).cells)
 
     def attend(
         self,

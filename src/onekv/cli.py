@@ -36,6 +36,8 @@ ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A pulled model'
 Cells = Annotated[int | None, typer.Option("--cells", min=1, help="Size of the buffer in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+KDtype = Annotated[str, typer.Option("--k-dtype", help="How keys are stored: float32, float16, bfloat16, q8_0 or q4_0.")]
+VDtype = Annotated[str | None, typer.Option("--v-dtype", help="How values are stored; as the keys if left out.")]
 Weights = Annotated[str, typer.Option(help="float32 or auto.")]
 
 
@@ -72,6 +74,8 @@ def generate(
     seed: Seed = None,
     weights: Weights = "auto",
     cells: Cells = None,
+    k_dtype: KDtype = "float32",
+    v_dtype: VDtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line, in order.")] = False,
 ) -> None:
     """Continue one or several prompts."""
@@ -82,7 +86,7 @@ def generate(
     needed = sum(len(ids) + limit - 1 for ids, limit in zip(prompts, limits, strict=True))
     if cells is not None and cells < needed:
         raise RequestTooLarge(f"the prompts and their answers take {needed} cells; --cells is {cells}", needed=needed, limit=cells)
-    cache = cache_for(loaded, needed, max_seqs=len(prompts))
+    cache = cache_for(loaded, needed, max_seqs=len(prompts), k_dtype=k_dtype, v_dtype=v_dtype)
     running = [Running(cache.sequence(), ids, Sampler(sampling), limit) for ids, limit in zip(prompts, limits, strict=True)]
     for _ in decode(loaded, cache, running):
         pass
@@ -134,9 +138,9 @@ def inspect(file: Annotated[Path, typer.Argument(help="A file written by save.")
     windows, group_of = layer_groups(state.layers)
     for g, window in enumerate(windows):
         owners = [i for i in state.keys if group_of[i] == g]
-        k, v = state.keys[owners[0]], state.values[owners[0]]
-        heads = f"{k.shape[1]} heads of {k.shape[2]}" + ("" if k.shape[2] == v.shape[2] else f" and {v.shape[2]}")
-        dtypes = f"{k.dtype} keys, {v.dtype} values".replace("torch.", "")
+        spec = state.layers[owners[0]]
+        heads = f"{spec.num_kv_heads} heads of {spec.head_dim}" + ("" if spec.head_dim == spec.v_dim else f" and {spec.v_dim}")
+        dtypes = f"{state.k_codec} keys, {state.v_codec} values"
         _out.print(f"group {g} {window!r}: {state.num_cells(g)} cells, {len(owners)} layers, {heads}, {dtypes}", markup=False)
     if recurrent := [layer.states for layer in state.layers if layer.states]:
         count = sum(math.prod(shape) for shapes in recurrent for shape in shapes)
@@ -197,10 +201,12 @@ def chat(
     seed: Seed = None,
     weights: Weights = "auto",
     cells: Cells = 8192,
+    k_dtype: KDtype = "float32",
+    v_dtype: VDtype = None,
 ) -> None:
     """Talk to a model. /help lists what can be done with the conversation."""
     loaded = load_model(model, weights=weights)
-    cache = cache_for(loaded, cells or 8192)
+    cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype)
     start = [{"role": "system", "content": system}] if system else []
     branches = [Conversation(cache.sequence(), start)]
     current, sampler = 0, Sampler(Sampling(temperature, seed))

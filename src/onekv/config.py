@@ -23,10 +23,11 @@ class CacheConfig:
         num_cells:     cells of the full-attention layers, or of the only group of layers
         max_seqs:      sequence ids are in [0, max_seqs)
         window_cells:  cells of the other groups; None: num_cells, and no position is ever given up for lack of space
-        k_dtype, v_dtype: how keys and values are stored
+        k_dtype, v_dtype: how keys and values are stored: "float32", "float16", "bfloat16", "q8_0" or "q4_0"; v_dtype None: as the keys
+        hadamard:      rotate heads before they are quantised, so that outliers spread; None: where they are q4_0
         device:        torch device of the cells
         placement:     "scattered": any free cells; "contiguous": a run of neighbours
-        v_layout:      "rows" or "transposed": memory order of values
+        v_layout:      "rows" or "transposed": memory order of values; quantised values have rows only
         backend:       attention backend, by file name in onekv/attention, or "auto"
         shared_shift:  what a shift does to cells with other owners: "copy" them first, "move" all owners, or "error"
         vocab_size:    token ids are in [0, vocab_size); None: not checked
@@ -42,6 +43,7 @@ class CacheConfig:
     window_cells: int | None = None
     k_dtype: str = "float32"
     v_dtype: str | None = None
+    hadamard: bool | None = None
     device: str = "cpu"
     placement: Literal["scattered", "contiguous"] = "scattered"
     v_layout: Literal["rows", "transposed"] = "rows"
@@ -61,6 +63,8 @@ class CacheConfig:
         _check_count("checkpoints", self.checkpoints, 2**31 - 1)
         if self.vocab_size is not None:
             _check_count("vocab_size", self.vocab_size, 2**31 - 1)
+        if self.hadamard is not None and not isinstance(self.hadamard, bool):
+            raise ConfigError(f"hadamard must be None, True or False; got {self.hadamard!r}")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")

@@ -1,12 +1,14 @@
 """The file format: one sequence or a whole cache as a safetensors file.
 
-    tensors   layers.I.k [n, G, D], layers.I.v [n, G, Dv]   of every owning layer I; n cells of its group, in the stored dtype
+    tensors   layers.I.k [n, G, D], layers.I.v [n, G, Dv]   of every owning layer I; n cells of its group, in the stored dtype. Where
+                                                            that is quantised, heads are the uint8 of `codecs` instead of D numbers
               seqs.S.positions [n] int32                    ascending
               seqs.S.tokens [n] int32                       -1 where an embedding was fed
               seqs.S.cells.g [n] int32                      which of group g's n cells each entry has, -1 lost
               seqs.S.axes [2, n] int32                      y and x, only where positions have them
               seqs.S.states.I.j float32                     state j of recurrent layer I after all n entries, if there are any
-    metadata  "onekv": JSON: version, whole, layers (geometry, window, rope, source, states), fingerprint, sequence ids
+    metadata  "onekv": JSON: version, whole, layers (geometry, window, rope, source, states), keys and values (their codecs: dtype and
+                       Hadamard rotation), fingerprint, sequence ids
               "sha256": of the whole file with these 64 characters zeroed
 
 A file says nothing of cell numbers, placement, V layout or buffer size, so it loads into any. Everything read is untrusted: counts are
@@ -34,16 +36,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onekv.codecs import Codec
 from onekv.core.window import Window
 from onekv.errors import OneKVError, StateError
-from onekv.storage import DTYPES, LayerSpec, Rope, layer_groups
+from onekv.storage import LayerSpec, Rope, layer_groups
 
 Int32 = NDArray[np.int32]
 Target = str | os.PathLike[str] | BinaryIO
 Progress = Callable[[int, int], object]  # bytes done, bytes in all
 
 VERSION: Final = 1
-_FIELDS: Final = frozenset({"version", "whole", "fingerprint", "layers", "sequences"})
+_FIELDS: Final = frozenset({"version", "whole", "fingerprint", "layers", "keys", "values", "sequences"})
 _DIGEST: Final = "sha256"
 _ZEROS: Final = "0" * 64
 _MAX_HEADER: Final = 100_000_000  # safetensors' own limit
@@ -72,13 +75,16 @@ class State:
         fingerprint: identity of the model
         whole:       a whole cache; else one sequence
         rows:        its sequences
-        keys, values: per owning layer [n, G, D] and [n, G, Dv], in the stored dtype
+        k_codec, v_codec: how keys and values are stored
+        keys, values: per owning layer [n, G, D] and [n, G, Dv], as stored
     """
 
     layers: tuple[LayerSpec, ...]
     fingerprint: str
     whole: bool
     rows: list[SavedRow]
+    k_codec: Codec
+    v_codec: Codec
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -149,6 +155,8 @@ def _describe(state: State) -> dict[str, Any]:
         "whole": state.whole,
         "fingerprint": state.fingerprint,
         "layers": [asdict(layer) for layer in state.layers],
+        "keys": asdict(state.k_codec),
+        "values": asdict(state.v_codec),
         "sequences": [row.seq for row in state.rows],
     }
 
@@ -277,7 +285,8 @@ def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         raise StateError(f"sequence ids must be distinct and not negative, got {seqs}")
     if not whole and len(seqs) != 1:
         raise StateError(f"a file of one sequence names {len(seqs)}")
-    state = State(layers, described["fingerprint"], whole, [])
+    state = State(layers, described["fingerprint"], whole, [], Codec(**described["keys"]), Codec(**described["values"]))
+    dtypes = state.k_codec.dtype, state.v_codec.dtype
     counts: list[int | None] = [None] * len(windows)
     for i, layer in enumerate(layers):
         if layer.source is not None or not layer.has_cells:
@@ -285,11 +294,12 @@ def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         k, v = tensors.pop(f"layers.{i}.k"), tensors.pop(f"layers.{i}.v")
         g = group_of[i]
         count = counts[g] = k.shape[0] if counts[g] is None else counts[g]
-        expected = ([count, layer.num_kv_heads, layer.head_dim], [count, layer.num_kv_heads, layer.v_dim])
+        widths = state.k_codec.width(layer.head_dim), state.v_codec.width(layer.v_dim)
+        expected = ([count, layer.num_kv_heads, widths[0]], [count, layer.num_kv_heads, widths[1]])
         if (list(k.shape), list(v.shape)) != expected:
             raise StateError(f"layer {i} holds {list(k.shape)} and {list(v.shape)}, its description says {expected}")
-        if k.dtype not in DTYPES.values() or v.dtype not in DTYPES.values():
-            raise StateError(f"layer {i} holds {k.dtype} and {v.dtype}, expected {', '.join(DTYPES)}")
+        if (k.dtype, v.dtype) != dtypes:
+            raise StateError(f"layer {i} holds {k.dtype} and {v.dtype}, its description says {dtypes[0]} and {dtypes[1]}")
         state.keys[i], state.values[i] = k, v
     for seq in seqs:
         row = _row(seq, tensors, [count or 0 for count in counts], windows)

@@ -1,26 +1,26 @@
 """The only owner of K/V memory and of recurrent states.
 
 `LayerSpec` and `Rope` describe one layer as data. `KVStore` holds, for every layer that owns memory, one tensor of keys and one of
-values with a row per cell. It knows nothing of positions or sequences: it is told cells and tensors. `StateBank` holds what recurrent
-layers keep of each sequence. It knows nothing of cells: it is told sequences and how many rows of theirs a state has seen.
+values with a row per cell. It knows nothing of positions or sequences: it is told cells and tensors. How a head becomes bytes is
+`codecs`' business. `StateBank` holds what recurrent layers keep of each sequence. It knows nothing of cells: it is told sequences and how
+many rows of theirs a state has seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from onekv.codecs import codecs_of
 from onekv.core.window import Window
 from onekv.errors import ConfigError
 
 VLayout = Literal["rows", "transposed"]
 States = Mapping[int, tuple[Tensor, ...]]  # per recurrent layer, its state tensors
-
-DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +151,20 @@ def layer_groups(layers: Sequence[LayerSpec]) -> tuple[list[Window], list[int]]:
     return windows, [-1 if i < 0 else windows.index(layers[i].window) for i in owner]
 
 
-def dtype_of(name: str, what: str) -> torch.dtype:
-    """The torch dtype called `name`; `what` names the setting in the error."""
-    try:
-        return DTYPES[name]
-    except (KeyError, TypeError):
-        raise ConfigError(f"{what} must be one of {', '.join(DTYPES)}; got {name!r}") from None
-
-
 class KVStore:
     """Keys and values of every owning layer, one row per cell.
 
     Args:
         layers:    one spec per model layer
         num_cells: cells of every layer, or one number per layer
-        k_dtype, v_dtype: "float32", "float16" or "bfloat16"
+        k_dtype, v_dtype: "float32", "float16", "bfloat16", "q8_0" or "q4_0"
         v_layout:  "rows" keeps a cell's values together; "transposed" keeps one dim of all cells together.
-                   Only the strides differ: every method takes and gives the same shapes.
+                   Only the strides differ: every method takes and gives the same shapes. Quantised values have rows only.
+        hadamard:  rotate heads before they are quantised; None: where they are q4_0
+
+    Attributes:
+        k_codec, v_codec: how keys and values are stored
+        k_dtype, v_dtype: torch dtype of their memory; uint8 where it is quantised
 
     Memory is zeroed, so that a cell never written holds no NaN.
 
@@ -185,25 +182,32 @@ class KVStore:
         v_dtype: str | None = None,
         device: str | torch.device = "cpu",
         v_layout: VLayout = "rows",
+        hadamard: bool | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.owner = owning_layers(self.layers)
         self.device = torch.device(device)
-        self.k_dtype = dtype_of(k_dtype, "k_dtype")
-        self.v_dtype = dtype_of(k_dtype if v_dtype is None else v_dtype, "v_dtype")
+        self.k_codec, self.v_codec = codecs_of(k_dtype, v_dtype, hadamard)
+        self.k_dtype, self.v_dtype = self.k_codec.dtype, self.v_codec.dtype
         if v_layout not in ("rows", "transposed"):
             raise ConfigError(f'v_layout is "rows" or "transposed", got {v_layout!r}')
+        if v_layout == "transposed" and self.v_codec.is_quantised:
+            raise ConfigError(
+                f'v_layout="transposed" keeps one dim of all cells together, but {self.v_codec.name} values are blocks of 32 dims of one '
+                'cell; use v_layout="rows" or a float v_dtype'
+            )
         self.v_layout = v_layout
         counts = [num_cells] * len(self.layers) if isinstance(num_cells, int) else list(num_cells)
         self._k: dict[int, Tensor] = {}
         self._v: dict[int, Tensor] = {}
         for i in self.physical:
             spec, cells = self.layers[i], counts[i]
-            self._k[i] = torch.zeros(cells, spec.num_kv_heads, spec.head_dim, dtype=self.k_dtype, device=self.device)
+            k_width, v_width = self.k_codec.width(spec.head_dim), self.v_codec.width(spec.v_dim)
+            self._k[i] = torch.zeros(cells, spec.num_kv_heads, k_width, dtype=self.k_dtype, device=self.device)
             if v_layout == "rows":
-                self._v[i] = torch.zeros(cells, spec.num_kv_heads, spec.v_dim, dtype=self.v_dtype, device=self.device)
+                self._v[i] = torch.zeros(cells, spec.num_kv_heads, v_width, dtype=self.v_dtype, device=self.device)
             else:
-                across = torch.zeros(spec.num_kv_heads, spec.v_dim, cells, dtype=self.v_dtype, device=self.device)
+                across = torch.zeros(spec.num_kv_heads, v_width, cells, dtype=self.v_dtype, device=self.device)
                 self._v[i] = across.permute(2, 0, 1)
 
     @property
@@ -221,13 +225,33 @@ class KVStore:
         chosen = self.physical if layers is None else layers
         return sum(self._k[i][0].nbytes + self._v[i][0].nbytes for i in chosen)
 
-    def keys(self, layer: int) -> Tensor:
-        """Keys of the layer `layer` reads, [C, G, D] in the stored dtype. The memory itself, not a copy."""
+    def raw_keys(self, layer: int) -> Tensor:
+        """Memory of the keys of the layer `layer` reads, [C, G, k_codec.width(D)] of k_dtype. Not a copy."""
         return self._k[self.owner[layer]]
 
-    def values(self, layer: int) -> Tensor:
-        """Values of the layer `layer` reads, [C, G, Dv] in the stored dtype. The memory itself, not a copy."""
+    def raw_values(self, layer: int) -> Tensor:
+        """Memory of the values of the layer `layer` reads, [C, G, v_codec.width(Dv)] of v_dtype. Not a copy."""
         return self._v[self.owner[layer]]
+
+    def keys(self, layer: int) -> Tensor:
+        """Keys of the layer `layer` reads, [C, G, D] in the stored float dtype. The memory itself, not a copy.
+
+        Raises:
+            ConfigError: keys are quantised: `raw_keys` is their memory, `gather` their numbers.
+        """
+        if self.k_codec.is_quantised:
+            raise ConfigError(f"keys stored as {self.k_codec.name} are bytes; raw_keys gives their memory, gather their numbers")
+        return self.raw_keys(layer)
+
+    def values(self, layer: int) -> Tensor:
+        """Values of the layer `layer` reads, [C, G, Dv] in the stored float dtype. The memory itself, not a copy.
+
+        Raises:
+            ConfigError: values are quantised: `raw_values` is their memory, `gather` their numbers.
+        """
+        if self.v_codec.is_quantised:
+            raise ConfigError(f"values stored as {self.v_codec.name} are bytes; raw_values gives their memory, gather their numbers")
+        return self.raw_values(layer)
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the keys and values of T new tokens of one layer into their cells.
@@ -236,7 +260,7 @@ class KVStore:
 
         Shapes:
             slots: [T] int64, each in [0, C), no two equal
-            k, v:  [T, G, D] and [T, G, Dv], any float dtype; converted to the store's
+            k, v:  [T, G, D] and [T, G, Dv], any float dtype; converted or quantised to the store's
         Raises:
             ConfigError: a shape or dtype differs (names the argument, what came, what was expected), or `layer` reads another
                 layer's cells and never writes.
@@ -255,16 +279,36 @@ class KVStore:
                 raise ConfigError(f"layer {layer}: {name} must be a float tensor, got {came.dtype}")
         self.write(layer, slots, k, v)
 
-    def gather(self, layer: int, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [n, G, D] and values [n, G, Dv] of the given cells as float32, in the order of `cells`. A copy."""
-        return self.keys(layer).index_select(0, cells).float(), self.values(layer).index_select(0, cells).float()
+    def gather(self, layer: int, cells: Tensor, unrotate: bool = True) -> tuple[Tensor, Tensor]:
+        """Keys [n, G, D] and values [n, G, Dv] of the given cells as float32, in the order of `cells`. A copy.
+
+        unrotate=False leaves out the inverse of the codecs' Hadamard rotation, for whoever rotates queries and outputs instead.
+        """
+        return self.gather_keys(layer, cells, unrotate), self.gather_values(layer, cells, unrotate)
+
+    def gather_keys(self, layer: int, cells: Tensor, unrotate: bool = True) -> Tensor:
+        """As `gather`, keys alone."""
+        return self.k_codec.decode(self.raw_keys(layer).index_select(0, cells), self.layers[layer].head_dim, unrotate)
+
+    def gather_values(self, layer: int, cells: Tensor, unrotate: bool = True) -> Tensor:
+        """As `gather`, values alone."""
+        return self.v_codec.decode(self.raw_values(layer).index_select(0, cells), self.layers[layer].v_dim, unrotate)
 
     def write(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
-        """Overwrite keys, values or both of the given cells, [n, G, D] and [n, G, Dv]; converted to the store's dtype."""
+        """Overwrite keys, values or both of the given cells, [n, G, D] and [n, G, Dv] of any float dtype; converted or quantised."""
+        self.write_raw(
+            layer,
+            cells,
+            None if k is None else self.k_codec.encode(k.detach().to(self.device)),
+            None if v is None else self.v_codec.encode(v.detach().to(self.device)),
+        )
+
+    def write_raw(self, layer: int, cells: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Overwrite the memory of the given cells with what the codecs have encoded, bit for bit."""
         if k is not None:
-            self._k[layer].index_copy_(0, cells, k.detach().to(self.device, self.k_dtype))
+            self._k[layer].index_copy_(0, cells, k)
         if v is not None:
-            self._v[layer].index_copy_(0, cells, v.detach().to(self.device, self.v_dtype))
+            self._v[layer].index_copy_(0, cells, v)
 
     def copy(self, layers: Sequence[int], sources: Tensor, destinations: Tensor) -> None:
         """Copy keys and values from cell to cell, bit for bit, in the given physical layers. Sources and destinations do not overlap."""

@@ -13,6 +13,8 @@ import torch
 from onekv import Batch, Buckets, ConfigError, KVCache, LayerSpec, Step, Window
 from onekv.attention import Score, backend, backends
 from onekv.attention.reference import attend as reference
+from onekv.attention.sdpa import attend_to_entries
+from onekv.storage import KVStore
 from oracle import sees
 from tiny import Row, batch_of, ubatch_of
 
@@ -45,6 +47,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bfloat16 cells": {"k_dtype": "bfloat16"},
     "float16 cells": {"k_dtype": "float16", "v_layout": "transposed"},
     "mixed cells": {"k_dtype": "bfloat16", "v_dtype": "float16", "sinks": True},
+    "q8_0 cells": {"k_dtype": "q8_0"},
+    "q8_0 cells, rotated": {"k_dtype": "q8_0", "hadamard": True, "sinks": True, "softcap": 2.0},
+    "q4_0 cells": {"k_dtype": "q4_0", "window": Window.sliding(5)},
+    "q4_0 cells, not rotated": {"k_dtype": "q4_0", "hadamard": False, "alibi": True},
+    "q8_0 keys, q4_0 values": {"k_dtype": "q8_0", "v_dtype": "q4_0", "value_dim": 40},
+    "q4_0 keys, float16 values": {"k_dtype": "q4_0", "v_dtype": "float16", "v_layout": "transposed"},
+    "float32 keys, q8_0 values": {"k_dtype": "float32", "v_dtype": "q8_0", "groups": 1, "value_dim": 33, "buckets": True},
+    "one head each of q4_0": {"k_dtype": "q4_0", "groups": 4, "causal": False},
     "bfloat16 queries": {"q_dtype": torch.bfloat16},
     "float16 queries": {"q_dtype": torch.float16, "k_dtype": "float16"},
     "float64 queries": {"q_dtype": torch.float64, "alibi": True},
@@ -71,6 +81,7 @@ def open_step(
     k_dtype: str = "float32",
     v_dtype: str | None = None,
     v_layout: Any = "rows",
+    hadamard: bool | None = None,
     **_: Any,
 ) -> Iterator[tuple[Step, torch.Tensor]]:
     """An open step and its queries after a random history: sequences in shuffled cells, forks, holes, interleaved and shared rows.
@@ -79,7 +90,7 @@ def open_step(
     """
     rng = np.random.default_rng(seed)
     layer = LayerSpec(groups, 8, value_dim=value_dim, window=window or Window.full())
-    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout)
+    cache = KVCache([layer], 96, max_seqs=8, k_dtype=k_dtype, v_dtype=v_dtype, v_layout=v_layout, hadamard=hadamard)
     cells, torch_rng = cache.cells, torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -113,9 +124,9 @@ def open_step(
         for members in sets:
             mine |= cells.groups[0].owned_by(members[0])
         others = torch.from_numpy(np.flatnonzero(~mine))
-        garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(others.numel()) % 3]
-        cache.store.keys(0)[others] = garbage[:, None, None].to(cache.store.k_dtype)
-        cache.store.values(0)[others] = garbage[:, None, None].to(cache.store.v_dtype)
+        garbage = torch.tensor([math.nan, math.inf, -math.inf])[torch.arange(others.numel()) % 3][:, None, None]
+        for codec, memory in ((cache.store.k_codec, cache.store.raw_keys(0)), (cache.store.v_codec, cache.store.raw_values(0))):
+            memory[others] = 255 if codec.is_quantised else garbage.to(codec.dtype)  # bytes of ones are scales that are NaN
         yield step, random(n, HEADS, 8).to(q_dtype)
 
 
@@ -132,6 +143,24 @@ def test_backends_agree_with_the_reference(name: str, feature: str) -> None:
             assert torch.isfinite(expected).all()
             tolerance = TOLERANCE[q.dtype]
             assert torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance), (seed, step.plan.cache.draw())
+
+
+@pytest.mark.parametrize("feature", [feature for feature in FEATURES if "q8_0" in feature or "q4_0" in feature])
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_attention_over_quantised_cells_is_attention_over_their_decoded_numbers(name: str, feature: str) -> None:
+    options, attend = FEATURES[feature], backend(name)
+    score = score_of(**options)
+    for seed in range(4):
+        with open_step(seed, **options) as (step, q):
+            view, cache = step._views[0], step.plan.cache
+            cells = torch.from_numpy(np.flatnonzero(np.logical_or.reduce(step.mask(0))))
+            plain = KVStore(cache.layers, cache.num_cells)
+            k, v = cache.store.gather(0, cells)
+            assert k.isfinite().all()
+            assert v.isfinite().all()
+            plain.write(0, cells, k, v)
+            expected = reference(plain, 0, dataclasses.replace(view, _made={}), q, score)
+            torch.testing.assert_close(attend(cache.store, 0, view, q, score), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_histories_hold_what_they_should() -> None:
@@ -181,6 +210,45 @@ def test_a_range_that_is_too_long_or_too_short_is_seen(name: str) -> None:
         for first in (np.zeros_like(view.first), np.minimum(view.first + 1, view.last - 1), np.maximum(view.first - 1, 0)):
             wrong = backend(name)(store, 0, dataclasses.replace(view, first=first, _made={}), q, score)
             assert (right - wrong).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("feature", ["plain", "not causal", "sliding", "chunked", "symmetric"])
+def test_the_union_of_what_rows_see_is_that_of_the_dense_mask(feature: str) -> None:
+    hidden = 0
+    for seed in range(8):
+        with open_step(seed, **FEATURES[feature]) as (step, _):
+            dense, found = step.mask(0), step._entries(0)
+            seen = np.flatnonzero(dense.any(axis=0))
+            assert found.cells.tolist() == seen.tolist()
+            assert np.array_equal(found.mask.numpy(), dense[:, seen])
+            hidden += not dense[:, seen].all()
+            k, v = step._gather(0)
+            assert torch.equal(k, step.plan.cache.store.keys(0)[seen])
+            assert torch.equal(v, step.plan.cache.store.values(0)[seen])
+            assert step._entries(0) is found
+    assert hidden >= 4
+
+
+@pytest.mark.parametrize("feature", ["plain", "softcap", "sinks", "softcap and sinks", "one key head", "wide values"])
+def test_attention_to_the_gathered_union_is_attention_to_the_cells(feature: str) -> None:
+    options = FEATURES[feature]
+    for seed in range(4):
+        with open_step(seed, **options) as (step, q):
+            expected = reference(step.plan.cache.store, 0, step._views[0], q, score_of(**options))
+            found = attend_to_entries(q, *step._gather(0), step._entries(0), score_of(**options))
+            assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_rows_of_one_sequence_take_nothing_from_gathered_entries_of_another() -> None:
+    """Not even what no weight removes: zero times infinity."""
+    with open_step(3) as (step, q):
+        entries, (k, v) = step._entries(0), step._gather(0)
+        right = attend_to_entries(q, k, v, entries, score_of())
+        mine = entries.rows[0]
+        others = ~entries.seen[mine].any(axis=0)
+        assert others.any()
+        k[others], v[others] = math.nan, math.inf
+        assert torch.equal(attend_to_entries(q, k, v, entries, score_of())[mine], right[mine])
 
 
 def by_hand(

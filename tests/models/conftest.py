@@ -121,14 +121,16 @@ def tokenizer_named() -> Callable[[str], PreTrainedTokenizerFast]:
 
 
 def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
-    """A GGUF file of a tiny Llama, Qwen2, Qwen3 or Gemma, as llama.cpp's converter would write it.
+    """A GGUF file of a tiny model, with the keys and tensors that llama.cpp's converter writes for every family it knows.
+
+    What it writes for some only (windows, softcaps, rotary scaling) is passed in; test_gguf_lossless.py does so for each family.
 
     Args:
         metadata: keys to add, to change, or to leave out (None)
         tensors:  tensors to add, to change, or to leave out (None)
     """
     config = model.config
-    arch = {"gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
+    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
     heads, head_dim = config.num_attention_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     fields: dict[str, Any] = {
@@ -149,7 +151,7 @@ def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | No
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}",
     }
-    if head_dim * heads != config.hidden_size or arch != "llama":
+    if head_dim * heads != config.hidden_size or arch not in ("llama", "phi3", "smollm3"):
         fields[f"{arch}.attention.key_length"] = fields[f"{arch}.attention.value_length"] = head_dim
     fields |= metadata or {}
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
@@ -159,7 +161,7 @@ def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | No
         if tied and name == "lm_head.weight":
             continue
         array = weight.float().numpy().copy()
-        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if arch in ("llama", "smollm3") and name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
             count = heads if "q_proj" in name else config.num_key_value_heads
             array = array.reshape(count, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(array.shape)
         if arch.startswith("gemma") and name.endswith("norm.weight"):

@@ -51,6 +51,28 @@ _GATED_DELTA: Final = {
     "linear_value_head_dim": 8,
 }
 _MAMBA2: Final = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_n_groups": 1}
+_LATENT: Final = {
+    **_PLAIN,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_DELTA_LATENT: Final = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+}
+_EXPANDED: Final = "latent attention, gathered"
+_OWN: Final = "attends by its own code, gathered"
 _LEARNED: Final = "layer 0 stores keys and values that depend on position"
 
 
@@ -79,6 +101,11 @@ class Family:
     refused: str | None = None
     is_pinned: bool = False
     notes: str = ""
+
+    @property
+    def is_gathered(self) -> bool:
+        """Its layers go on with stored keys and values, so all that a step sees is copied together for every layer."""
+        return "gathered" in self.notes
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -280,6 +307,87 @@ FAMILIES: Final[dict[str, Family]] = {
         recurrent=(0, 1, 2, 3),
         notes="Mamba 2 and attention in every layer",
     ),
+    "falcon": Family("falcon", _PLAIN, notes=f"{_OWN}; one key head"),
+    "falcon_heads": Family("falcon", {**_PLAIN, "multi_query": False}, notes=_OWN),
+    "falcon_new": Family("falcon", {**_PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2}, notes=_OWN),
+    "xglm": Family(
+        "xglm",
+        {"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 256},
+        (_FULL,) * 2,
+        (None,) * 2,
+        no_shift=_LEARNED,
+        notes=_OWN,
+    ),
+    "deepseek_v2": Family("deepseek_v2", _LATENT, notes=f"{_EXPANDED}; experts"),
+    "deepseek_v3": Family("deepseek_v3", _LATENT, notes=f"{_EXPANDED}; experts"),
+    "deepseek_v3_yarn": Family(
+        "deepseek_v3",
+        {
+            **_LATENT,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        notes=f"{_EXPANDED}; experts; YaRN frequencies",
+    ),
+    "axk1": Family("axk1", _LATENT, notes=f"{_EXPANDED}; experts"),
+    "glm4_moe_lite": Family("glm4_moe_lite", _LATENT, notes=f"{_EXPANDED}; experts"),
+    "longcat_flash": Family(
+        "longcat_flash",
+        {
+            **_LATENT,
+            "num_layers": 2,
+            "head_dim": 8,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 16,
+            "zero_expert_num": 1,
+            "moe_topk": 2,
+        },
+        notes=f"{_EXPANDED}; experts; two attentions a layer count as two layers",
+    ),
+    "minicpm3": Family("minicpm3", _LATENT, notes=_EXPANDED),
+    "youtu": Family("youtu", _LATENT, notes=_EXPANDED),
+    "dots3_note": Family(
+        "dots3_note_text",
+        {
+            **_LATENT,
+            **_WINDOWED,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_dsa": False,
+            "head_dim": 16,
+            "n_shared_experts": 1,
+            "shared_experts_intermediate_size": 16,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 16,
+            "swa_kv_lora_rank": 12,
+            "swa_head_dim": 16,
+            "swa_qk_nope_head_dim": 10,
+            "swa_v_head_dim": 8,
+        },
+        (_SLIDING, _FULL) * 2,
+        notes=f"{_EXPANDED}; experts; own widths for each kind of layer; without sparse attention",
+    ),
+    "diffllama": Family("diffllama", _GROUPED, notes="every layer attends twice, to values it computes from stored ones, gathered"),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {**_LATENT, **_DELTA_LATENT, "num_experts": 4},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes=f"gated delta rule beside {_EXPANDED}; experts; positions are not encoded",
+    ),
+    "bailing_hybrid": Family(
+        "bailing_hybrid",
+        {**_LATENT, **_DELTA_LATENT, "num_experts": 4},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes=f"gated delta rule beside {_EXPANDED}; experts",
+    ),
     # --- refused, by name -----------------------------------------------------------------------------------------------------------
     "phimoe_longrope": Family(
         "phimoe",
@@ -299,18 +407,17 @@ FAMILIES: Final[dict[str, Family]] = {
         },
         refused="PhimoeForCausalLM",
     ),
-    "falcon": Family("falcon", {**_PLAIN, "new_decoder_architecture": False}, refused="FalconForCausalLM"),
-    "xglm": Family(
-        "xglm",
-        {"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "max_position_embeddings": 256},
-        refused="XGLMForCausalLM",
-    ),
+    "falcon_alibi": Family("falcon", {**_PLAIN, "alibi": True}, refused="FalconForCausalLM attends by code of its own, .*ALiBi"),
     "bloom": Family(
         "bloom",
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
-        refused="BloomForCausalLM: 0 calls of the attention hook for 2 layers",
+        refused="BloomForCausalLM attends by code of its own, .*ALiBi",
     ),
-    "mpt": Family("mpt", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, refused="MptForCausalLM"),
+    "mpt": Family(
+        "mpt",
+        {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
+        refused="MptForCausalLM attends by code of its own, .*ALiBi",
+    ),
     "gpt_neo": Family(
         "gpt_neo",
         {
@@ -324,46 +431,9 @@ FAMILIES: Final[dict[str, Family]] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
-        refused="GPTNeoForCausalLM",
+        refused="GPTNeoForCausalLM attends by code of its own, .*a causal rule",
     ),
-    "deepseek_v2": Family(
-        "deepseek_v2",
-        {
-            **_PLAIN,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        },
-        refused="DeepseekV2ForCausalLM, layer 0: .*keys or values that no layer stored",
-    ),
-    "deepseek_v3": Family(
-        "deepseek_v3",
-        {
-            **_PLAIN,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
-        refused="DeepseekV3ForCausalLM, layer 0: .*keys or values that no layer stored",
-    ),
-    "diffllama": Family("diffllama", _GROUPED, refused="DiffLlamaForCausalLM, layer 0: .*keys or values that no layer stored"),
+    "deepseek_v32": Family("deepseek_v32", _LATENT, refused="DeepseekV32ForCausalLM, layer 0 chooses the keys .*sparse attention"),
     "doge": Family("doge", _GROUPED, refused="DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
     "minimax": Family(
         "minimax",
@@ -381,9 +451,11 @@ FAMILIES: Final[dict[str, Family]] = {
             "n_groups": 1,
             "chunk_size": 4,
         },
-        refused=r"NemotronHForCausalLM: .*not once in layers \[3\]",
+        refused=r"NemotronHForCausalLM: layers \[3\] neither attend",
     ),
-    "recurrent_gemma": Family("recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: 1 calls .* for 4 layers.*\[0, 1, 3\]"),
+    "recurrent_gemma": Family(
+        "recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: layers \[0, 1, 3\] neither attend .* nor keep recurrent states"
+    ),
     "mamba": Family(
         "mamba",
         {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
@@ -421,3 +493,13 @@ def tiny_model(name: str, **changes: Any) -> PreTrainedModel:
         if weight.ndim > 1:
             weight.data.normal_(0, 0.15, generator=generator)
     return model
+
+
+def settle(stock: PreTrainedModel) -> None:
+    """Let transformers choose its frequencies for a long sequence, and keep them."""
+    rotary = stock.model.rotary_emb
+    short = rotary.inv_freq.clone()
+    with torch.inference_mode():
+        stock(torch.tensor([[5]]), position_ids=torch.tensor([[200]]))
+    assert not torch.allclose(short, rotary.inv_freq)
+    rotary.rope_type = "default"

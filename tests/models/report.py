@@ -31,6 +31,10 @@ Rows of any sequences share one forward ("packed"); with recurrent layers, as ma
 sequences with a common prefix give the logits that transformers gives for each alone, to 1e-5 of the largest logit. "Exact" shift: stored
 keys can be moved to other positions, to float rounding; recurrent states do not depend on positions.
 "Shared" counts layers that read the keys of an earlier layer and store none. A family with a window setting may be loaded without one.
+"Gathered" families do something of their own with stored keys and values: latent attention stores small latents and expands them, others
+attend by code that knows no other way. In every layer they are handed a copy of the entries that any row of the step sees, in any order,
+and a mask. That is as exact, and costs more: what is made of the entries is made anew in every step, and code of a model's own compares
+every row with the entries of all sequences in the step.
 
 | row | `model_type` | windows | shift | shared | notes |
 |---|---|---|---|---|---|

@@ -6,27 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+from transformers.models.falcon import modeling_falcon
 
 import report
-from families import FAMILIES, REFUSED, SERVED, tiny_model
+from families import FAMILIES, REFUSED, SERVED, settle, tiny_model
 from onekv import Batch, ShiftError, Step, UnsupportedModel, Window
 from onekv.models import Model, cache_for, hooks, probe
 from packed import alone, attending, scatter_free_cells, together
 
 TOLERANCE = 1e-5
-
-
-def settle(stock: PreTrainedModel) -> None:
-    """Let transformers choose its frequencies for a long sequence, and keep them."""
-    rotary = stock.model.rotary_emb
-    short = rotary.inv_freq.clone()
-    with torch.inference_mode():
-        stock(torch.tensor([[5]]), position_ids=torch.tensor([[200]]))
-    assert not torch.allclose(short, rotary.inv_freq)
-    rotary.rope_type = "default"
 
 
 def difference(name: str, tokens_of: Any) -> float:
@@ -59,11 +53,14 @@ def test_windows_sharing_and_shift_are_found_as_the_table_says(name: str) -> Non
     assert tuple(i for i, layer in enumerate(model.layers) if layer.states) == family.recurrent
     assert model.packing == ("equal" if family.recurrent else "packed")
     assert tuple(layer.source for layer in model.layers) == family.sources
+    assert model._hooked.gathers == frozenset(i for i, layer in enumerate(model.layers) if family.is_gathered and layer.has_cells)
     cache = cache_for(model, 64, max_seqs=4)
     tokens = list(range(10, 22))
     model.extend(cache, [0], [tokens])
     first = attending(cache)
-    before = cache.keys(first, 0).clone()
+    rope = model.layers[first].rope
+    turned, kept = (cache.values, cache.keys) if rope is not None and rope.part == "value" else (cache.keys, cache.values)
+    before = turned(first, 0).clone()
     if family.no_shift is not None:
         with pytest.raises(ShiftError, match=family.no_shift):
             cache.seq_add(0, 0, -1, 40)
@@ -72,10 +69,30 @@ def test_windows_sharing_and_shift_are_found_as_the_table_says(name: str) -> Non
     for step in cache.plan(Batch(tokens, seqs=1, positions=range(40, 40 + len(tokens)))):
         with step:
             model.forward(step)
-    moved = cache.keys(first, 0)
-    assert torch.allclose(moved, cache.keys(first, 1), atol=1e-5)
-    if model.layers[first].rope is not None or not family.recurrent:
-        assert not torch.allclose(before[-len(moved) :], cache.keys(first, 1), atol=1e-2)
+    assert torch.allclose(turned(first, 0), turned(first, 1), atol=1e-5)
+    assert torch.allclose(kept(first, 0), kept(first, 1), atol=1e-5)
+    if rope is not None or not family.recurrent:
+        assert not torch.allclose(before[-len(turned(first, 0)) :], turned(first, 1), atol=1e-2)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("deepseek_v2", "interleaved"), ("deepseek_v3", "half"), ("deepseek_v3_yarn", "half")])
+def test_the_rotated_part_of_a_latent_is_found_where_values_go(name: str, layout: str) -> None:
+    for layer in Model(tiny_model(name)).layers:
+        assert (layer.num_kv_heads, layer.head_dim, layer.value_dim) == (1, 16, 8)
+        assert layer.rope is not None
+        assert (layer.rope.part, layer.rope.layout, layer.rope.offset, len(layer.rope.inv_freq)) == ("value", layout, 0, 4)
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "dots3_note"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gathered_family_is_probed_and_runs_in_half_precision(name: str, dtype: torch.dtype, tokens_of: Any) -> None:
+    model = Model(tiny_model(name).to(dtype))
+    cache = cache_for(model, 64, max_seqs=4, k_dtype=str(dtype).removeprefix("torch."))
+    prompts = tokens_of((20, 17), shared=9)
+    got = model.extend(cache, [0, 1], prompts, max_ubatch=11)
+    for prompt, row in zip(prompts, got, strict=True):
+        expected = alone(tiny_model(name), prompt)[-1]
+        assert (row - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -112,6 +129,71 @@ def test_a_family_that_cannot_be_served_exactly_is_refused_by_name(name: str) ->
 def test_a_decoder_beside_an_encoder_is_refused_by_name(build: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         cache_for(build(), num_cells=8)
+
+
+# --- gathered families -----------------------------------------------------------------------------------------------------------------
+
+
+def slides(*ways: Any) -> Any:
+    """transformers' maker of masks for falcon, replaced by others; the model uses the last."""
+
+    def build(**how: Any) -> Any:
+        how.pop("allow_is_causal_skip", None)
+        return [way(**how) for way in ways][-1]
+
+    return build
+
+
+def test_a_window_holds_in_a_model_that_attends_by_its_own_code(tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family has one; falcon is given one."""
+    monkeypatch.setattr(modeling_falcon, "create_causal_mask", slides(create_sliding_window_causal_mask))
+    monkeypatch.setitem(FAMILIES, "falcon", replace(FAMILIES["falcon"], config={**FAMILIES["falcon"].config, "sliding_window": 7}))
+    assert {layer.window for layer in Model(tiny_model("falcon")).layers} == {Window.sliding(7)}
+    assert difference("falcon", tokens_of) < TOLERANCE
+    monkeypatch.setattr(hooks, "recognise", lambda rule, device: Window.full())
+    assert difference("falcon", tokens_of) > 1000 * TOLERANCE
+
+
+def test_own_attention_under_several_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_falcon, "create_causal_mask", slides(create_causal_mask, create_sliding_window_causal_mask))
+    with pytest.raises(UnsupportedModel, match="FalconForCausalLM attends by code of its own, with 2 kinds of masks"):
+        cache_for(tiny_model("falcon", sliding_window=7), num_cells=8)
+
+
+@pytest.mark.parametrize("part", ["beside", "order"])
+def test_entries_that_a_layer_does_not_use_one_by_one_are_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expand = DeepseekV3Attention.expand_kv
+
+    def mixed(self: Any, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
+        k, v = expand(self, latent, rotated)
+        return k, v + (v.mean(dim=2, keepdim=True) if part == "beside" else torch.arange(v.shape[2])[:, None])
+
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", mixed)
+    with pytest.raises(UnsupportedModel, match="DeepseekV3ForCausalLM: a row depends on the other rows"):
+        cache_for(tiny_model("deepseek_v3"), num_cells=8)
+
+
+def test_own_attention_that_ignores_its_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_falcon, "create_causal_mask", lambda **how: torch.zeros(1, 1, 1, 1))
+    with pytest.raises(UnsupportedModel, match="FalconForCausalLM attends by code of its own, which goes by the order"):
+        cache_for(tiny_model("falcon"), num_cells=8)
+
+
+@pytest.mark.parametrize("name", ["falcon", "xglm", "deepseek_v2", "dots3_note"])
+def test_removing_from_the_middle_and_saving_work_on_gathered_families(name: str, tokens_of: Any, tmp_path: Path) -> None:
+    """What remains is moved, saved and read into other cells; the next logits are the same."""
+    model = Model(tiny_model(name))
+    cache, other = (cache_for(model, 64, max_seqs=4) for _ in range(2))
+    seq = cache.sequence()
+    model.extend(cache, [seq], tokens_of((30,)))
+    if model.no_shift is None:
+        seq.remove(4, 9)
+        assert len(seq) == 25
+    seq.save(tmp_path / "saved")
+    model.extend(other, [1], tokens_of((7,), seed=3))
+    other.load(tmp_path / "saved", 0)
+    one, two = (model.extend(into, [0], [[5, 6, 7]]) for into in (cache, other))
+    assert torch.allclose(one, two, atol=1e-5 * float(one.abs().max()))
 
 
 # --- pinned frequencies ------------------------------------------------------------------------------------------------------------------
@@ -174,9 +256,25 @@ def test_frequencies_that_follow_the_batch_in_a_way_of_their_own_are_refused() -
 # --- controls: what these tests would say if a part were missing ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mistral_sliding", "llama4"])
+@pytest.mark.parametrize("name", ["mistral_sliding", "llama4", "dots3_note"])
 def test_a_window_that_is_ignored_would_be_seen(name: str, tokens_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "recognise", lambda rule, device: Window.full())
+    assert difference(name, tokens_of) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon", "falcon_new", "xglm", "deepseek_v2", "deepseek_v3", "dots3_note", "diffllama", "bailing_hybrid"]
+)
+def test_gathered_entries_of_other_sequences_and_later_rows_would_be_seen(
+    name: str, tokens_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = Step._entries
+
+    def all_visible(self: Step, layer: int) -> Any:
+        found = entries(self, layer)
+        return replace(found, seen=np.ones_like(found.seen))
+
+    monkeypatch.setattr(Step, "_entries", all_visible)
     assert difference(name, tokens_of) > 1000 * TOLERANCE
 
 

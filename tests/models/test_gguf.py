@@ -169,7 +169,7 @@ def tiny_gemma3(tiny: Tiny) -> PreTrainedModel:
     [
         ("llama.rope.scaling.type", "longrope"),
         ("llama.attention.scale", 0.5),
-        ("llama.attention.sliding_window", 7),
+        ("llama.attention.temperature_length", 8192),
         ("llama.attn_logit_softcapping", 50.0),
         ("llama.final_logit_softcapping", 30.0),
         ("llama.attention.value_length", 16),
@@ -184,6 +184,8 @@ def tiny_gemma3(tiny: Tiny) -> PreTrainedModel:
         ("split.count", 2),
         ("general.type", "adapter"),
         ("tokenizer.ggml.pre", "of tomorrow"),
+        ("tokenizer.ggml.normalizer.lowercase", True),
+        ("tokenizer.ggml.add_sep_token", True),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_key_and_value(key: str, value: Any, tiny: Tiny, make_gguf: Write) -> None:
@@ -199,7 +201,7 @@ def test_yarn_details_without_a_word_in_transformers_are_refused(tiny: Tiny, mak
         loaded(make_gguf(tiny("llama"), said))
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.attn_q_norm.weight"])
+@pytest.mark.parametrize("name", ["rope_factors.weight", "blk.0.attn_q.bias", "blk.1.attn_q_norm.weight"])
 def test_a_tensor_that_would_be_dropped_is_refused_by_name(name: str, tiny: Tiny, make_gguf: Write) -> None:
     with pytest.raises(UnsupportedModel, match=re.escape(name)):
         loaded(make_gguf(tiny("llama"), None, {name: np.ones(4)}))

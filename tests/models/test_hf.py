@@ -120,6 +120,17 @@ def test_a_bfloat16_model_runs_and_answers_in_float32(tiny: Tiny, tokens_of: Tok
     assert (got - alone(stock, prompt)[-1]).abs().max() < 0.1
 
 
+@pytest.mark.parametrize(("k_dtype", "v_dtype", "nearest"), [("q8_0", None, 0.02), ("q8_0", "q4_0", 0.2), ("q4_0", None, 0.3)])
+def test_a_model_reads_quantised_cells(k_dtype: str, v_dtype: str | None, nearest: float, tiny: Tiny, tokens_of: Tokens) -> None:
+    stock, model = tiny("llama"), Model(tiny("llama"))
+    (prompt,) = tokens_of((30,))
+    cache = cache_for(model, num_cells=32, k_dtype=k_dtype, v_dtype=v_dtype)
+    model.extend(cache, [0], [prompt[:20]])
+    got = model.extend(cache, [0], [prompt[20:]])[0]
+    expected = alone(stock, prompt)[-1]
+    assert 0 < (got - expected).abs().max() / expected.abs().max() < nearest
+
+
 # --- the model stays the user's -----------------------------------------------------------------------------------------------------
 
 

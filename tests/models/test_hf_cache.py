@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import onekv
+from families import settle
 from onekv import BatchError, CacheFull, ConfigError, KVCache, OneKVError, WindowLost
 from onekv.models import Model
 from onekv.models.hf_cache import SequenceCache
@@ -24,7 +25,7 @@ Tiny = Callable[..., PreTrainedModel]
 Tokens = Callable[..., list[list[int]]]
 Inputs = dict[str, torch.Tensor]
 
-FAMILIES = ["llama", "qwen3", "mistral_sliding", "gemma2", "gemma3n", "gpt2"]
+FAMILIES = ["llama", "qwen3", "mistral_sliding", "gemma2", "gemma3n", "gpt2", "falcon", "xglm", "deepseek_v2", "dots3_note"]
 NEW = 16
 
 
@@ -197,15 +198,55 @@ def test_a_prompt_fed_in_chunks_gives_the_same_tokens(tiny: Tiny, tokens_of: Tok
     assert torch.equal(generate(model, inputs, attached(model, rows=2), prefill_chunk_size=6), expected)
 
 
-def test_beams_fit_a_window_group_that_is_barely_large_enough(tiny: Tiny, tokens_of: Tokens) -> None:
-    model = endless(tiny("gemma2"))
-    inputs = padded(tokens_of((20,)))
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "dots3_note"])
+@pytest.mark.parametrize("length", [4, 20])
+def test_beams_fit_a_window_group_that_is_barely_large_enough(length: int, family: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    model = endless(tiny(family))
+    inputs = padded(tokens_of((length,)))
     expected = generate(model, inputs, num_beams=3, max_new_tokens=30)
-    smallest = next(n for n in range(8, 80) if _fits(model, inputs, n))
+    smallest = _smallest_fit(model, inputs)
     cache = attached(model, window_cells=smallest)
     assert torch.equal(generate(model, inputs, cache, num_beams=3, max_new_tokens=30), expected)
-    assert smallest < 3 * (20 + 30 - 1)
+    # Three windows of 7 that share no cell, or the prompt of all beams in one step.
+    assert smallest <= max(3 * 7, 3 * length)
     cache.kv.check()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "dots3_note"])
+@pytest.mark.parametrize("length", [4, 20])
+def test_beams_in_a_window_group_one_cell_too_small_stop_with_whole_rows(length: int, family: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    model = endless(tiny(family))
+    inputs = padded(tokens_of((length,)))
+    smallest = _smallest_fit(model, inputs)
+    cache = attached(model, window_cells=smallest - 1)
+    with pytest.raises(CacheFull) as caught:
+        generate(model, inputs, cache, num_beams=3, max_new_tokens=30)
+    assert caught.value.group == 1
+    assert caught.value.free == caught.value.needed - 1
+    cache.kv.check()
+    rows = stored(cache)
+    if length == 20:  # the prompt did not fit
+        assert rows == [[], [], []]
+        return
+    assert cache.get_seq_length() > length + 2  # some beams had fitted
+    assert all(row[:length] == inputs["input_ids"][0].tolist() for row in rows)
+    assert {len(row) for row in rows} == {cache.get_seq_length()}
+    # Every row by itself goes on where it is.
+    for row in range(3):
+        twin = copy.deepcopy(cache)
+        twin.batch_select_indices(torch.tensor([row]))
+        assert is_close(feed(model, twin, [5])[0], alone(model, [*rows[row], 5])[-1:])
+        del twin
+        gc.collect()
+
+
+def _smallest_fit(model: PreTrainedModel, inputs: Inputs) -> int:
+    """The smallest window group in which three beams run; one of fewer cells is too small."""
+    low, high = 8, 80
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(model, inputs, middle) else (middle + 1, high)
+    return low
 
 
 def _fits(model: PreTrainedModel, inputs: Inputs, window_cells: int) -> bool:
@@ -216,7 +257,39 @@ def _fits(model: PreTrainedModel, inputs: Inputs, window_cells: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("length", [10, 63, 64, 65, 66, 90])
+def test_generate_goes_on_where_frequencies_change_and_keeps_them(length: int, tiny: Tiny, tokens_of: Tokens) -> None:
+    """Phi-3 with LongRoPE, original context 64: transformers drops its cache there and takes other frequencies; ours are those of long
+    sequences from the start."""
+    model, twin, stock, settled = (endless(tiny("phi3_longrope")) for _ in range(4))
+    prompts = tokens_of((length, length - 7))
+    inputs = padded(prompts)
+    cache = attached(model, rows=2)
+    got = generate(model, inputs, cache, max_new_tokens=60)
+    assert [len(row) for row in stored(cache)] == [length + 59, length - 7 + 59]
+    cache.kv.check()
+    mine = Model(twin)
+    kv = onekv.cache_for(mine, 600, max_seqs=4)
+    new = [*prompts]
+    for step in range(60):
+        logits = mine.extend(kv, [0, 1], new)
+        chosen = logits.argmax(dim=1).tolist()
+        assert got[:, length + step].tolist() == chosen
+        new = [[token] for token in chosen]
+    if length > 64:
+        assert torch.equal(got[:1], generate(stock, padded(prompts[:1]), max_new_tokens=60))
+    settle(settled)
+    assert torch.equal(got, generate(settled, inputs, max_new_tokens=60))
+
+
+def test_stock_frequencies_of_short_sequences_would_be_seen(tiny: Tiny, tokens_of: Tokens) -> None:
+    model = endless(tiny("phi3_longrope"))
+    inputs = padded(tokens_of((20,)))
+    expected = generate(model, inputs, max_new_tokens=60)
+    assert not torch.equal(generate(model, inputs, attached(model), max_new_tokens=60), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "xglm", "deepseek_v3"])
 def test_a_second_turn_reuses_what_is_there_and_says_how_much(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
     model = endless(tiny(family))
     prompts, more = tokens_of((5, 12, 9)), tokens_of((7, 3, 4), seed=2)
@@ -279,8 +352,9 @@ def test_logits_come_back_in_the_shape_the_caller_asked_for(side: str, keep: Any
     assert at.any()
 
 
-def test_visible_padding_would_change_the_result(tiny: Tiny, tokens_of: Tokens) -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("family", ["llama", "falcon", "xglm", "deepseek_v3"])
+def test_visible_padding_would_change_the_result(family: str, tiny: Tiny, tokens_of: Tokens) -> None:
+    model = tiny(family)
     inputs = padded(tokens_of((5, 9)), pad=4)
     with torch.no_grad():
         expected = model(**inputs, position_ids=(inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)).logits[:, -1]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridAttention
+from transformers.models.lfm2 import modeling_lfm2
 
 from families import tiny_model
 from onekv import Batch, ConfigError, KVCache, StateLost, UnsupportedModel, as_cache, cache_for
@@ -20,7 +22,7 @@ from onekv.models import Model
 from packed import alone
 
 TOLERANCE = 1e-5
-KINDS = ["lfm2", "qwen3_next", "jamba", "falcon_h1"]  # one of each way to keep states
+KINDS = ["lfm2", "qwen3_next", "jamba", "falcon_h1", "bailing_hybrid"]  # one of each way to keep states; the last gathers entries, too
 Tokens = Callable[..., list[list[int]]]
 
 
@@ -138,6 +140,35 @@ def test_a_saved_sequence_goes_on_in_another_cache_with_the_same_logits(name: st
     assert is_close(name, expected[0], tokens)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "bailing_hybrid"])
+def test_quantised_cells_beside_states_are_saved_to_the_byte_and_convert(name: str, whole: bool, tokens_of: Tokens) -> None:
+    (tokens,) = tokens_of((20,))
+    model, cache = cells_for(name, k_dtype="q8_0")
+    model.extend(cache, [2], [tokens[:17]])
+    file = io.BytesIO()
+    cache.save(file, None if whole else 2)
+    before = everything(cache, 2)
+    raw = {
+        i: [part(i)[cache.cells.column(0, 2)].clone() for part in (cache.store.raw_keys, cache.store.raw_values)]
+        for i in cache.store.physical
+    }
+    got = model.extend(cache, [2], [tokens[17:]])[0]
+    expected = alone(stock_of(name), tokens)[-1]
+    assert TOLERANCE < (got - expected).abs().max() / expected.abs().max() < 0.05
+    target = 2 if whole else 5
+    for dtype in ("q8_0", "float32"):
+        file.seek(0)
+        _, other = cells_for(name, 48, placement="contiguous", k_dtype=dtype)
+        other.load(file, None if whole else target)
+        other.check()
+        assert same(everything(other, target), before)
+        if dtype == "q8_0":
+            column = other.cells.column(0, target)
+            assert all(same(raw[i], [other.store.raw_keys(i)[column], other.store.raw_values(i)[column]]) for i in raw)
+            assert torch.equal(model.extend(other, [target], [tokens[17:]])[0], got)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_undone_by_an_exception_leaves_keys_and_states_as_before(name: str, tokens_of: Tokens) -> None:
     prefix, rest = tokens_of((11, 6))
@@ -179,7 +210,7 @@ def test_these_tests_would_see_states_that_were_swapped(name: str, tokens_of: To
     assert not is_close(name, got[1], other)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "bailing_hybrid"])
 def test_a_shift_of_a_whole_sequence_is_exact(name: str, tokens_of: Tokens) -> None:
     (tokens,) = tokens_of((20,))
     model, cache = cells_for(name)
@@ -219,7 +250,7 @@ def test_embeddings_in_place_of_tokens_give_the_same_states(tokens_of: Tokens) -
 
 def test_a_model_that_goes_on_one_row_at_a_time_is_found_and_planned_for(tokens_of: Tokens) -> None:
     """transformers' Mamba scan begins from zeros, so a second chunk of several tokens would forget the first."""
-    assert [model_of(name).row_by_row for name in KINDS] == [False, False, True, False]
+    assert [model_of(name).row_by_row for name in KINDS] == [False, False, True, False, False]
     weak = tiny_model("jamba")
     for weight in weak.parameters():
         weight.data.mul_(0.1 if weight.ndim > 1 else 1.0)
@@ -241,6 +272,44 @@ def test_a_model_that_does_not_go_on_from_its_states_is_refused(monkeypatch: pyt
     monkeypatch.setattr(RecurrentState, "put_into", lambda self, layer: None)
     with pytest.raises(UnsupportedModel, match="Lfm2ForCausalLM: its recurrent layers do not go on from the states they leave"):
         cache_for(tiny_model("lfm2"), 8)
+
+
+def test_recurrent_layers_beside_attention_by_code_of_the_models_own_equal_each_sequence_alone(
+    tokens_of: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No family has both; lfm2 is given attention that goes by a mask. All sequences of a forward are handed the same entries."""
+    prompts = tokens_of((20, 17, 9))
+    expected = [alone(stock_of("lfm2"), prompt)[-1] for prompt in prompts]
+
+    class OwnCode:
+        @staticmethod
+        def get_interface(name: str, eager: Any) -> Any:
+            return eager
+
+    monkeypatch.setattr(modeling_lfm2, "ALL_ATTENTION_FUNCTIONS", OwnCode)
+    model = Model(tiny_model("lfm2"))
+    cache = cache_for(model, 64, max_seqs=4)
+    assert (model.packing, model._hooked.attends_itself, model._hooked.gathers) == ("equal", True, frozenset({1, 3}))
+    assert model.layers == model_of("lfm2").layers
+    for row, logits in zip(model.extend(cache, [2, 0, 1], prompts, max_ubatch=11), expected, strict=True):
+        assert (row - logits).abs().max() < TOLERANCE * logits.abs().max()
+
+
+def test_gathered_entries_that_a_layer_treats_otherwise_for_each_sequence_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, expand = BailingHybridAttention.forward, BailingHybridAttention.expand_kv
+
+    def seeing(self: Any, hidden_states: torch.Tensor, *args: Any, **how: Any) -> Any:
+        self.seen = hidden_states.mean(dim=(1, 2))[:, None, None, None]
+        return forward(self, hidden_states, *args, **how)
+
+    def mixed(self: Any, *latent: torch.Tensor) -> Any:
+        k, v = expand(self, *latent)
+        return k, v + self.seen
+
+    monkeypatch.setattr(BailingHybridAttention, "forward", seeing)
+    monkeypatch.setattr(BailingHybridAttention, "expand_kv", mixed)
+    with pytest.raises(UnsupportedModel, match="BailingHybridForCausalLM: a row depends on the other rows"):
+        cache_for(tiny_model("bailing_hybrid"), num_cells=8)
 
 
 # --- transformers' generate -------------------------------------------------------------------------------------------------------------
@@ -267,7 +336,7 @@ def test_a_second_turn_reuses_the_first_and_another_branch_what_is_kept(name: st
     theirs, stock = tiny_model(name), stock_of(name)
     cells = cache_for(theirs, 256, max_seqs=16, checkpoints=2)
     batch = as_cache(cells, [0])
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5}
     prompt = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
     first = theirs.generate(prompt, cache=batch, **settings)
     longer = torch.cat([first, torch.tensor([[7, 8, 9]])], dim=1)

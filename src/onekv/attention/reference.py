@@ -32,13 +32,12 @@ def dense_mask(view: View) -> NDArray[np.bool_]:
 def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> Tensor:
     """See `onekv.attention.Attend`. Cost: O(T x C)."""
     mask = view.once("dense_mask", dense_mask)
-    heads, groups = q.shape[1], store.keys(layer).shape[1]
+    heads, groups = q.shape[1], store.layers[layer].num_kv_heads
     out = []
     for i in range(q.shape[0]):
         cells = np.flatnonzero(mask[i])
         index = torch.from_numpy(cells).to(store.device)
-        k = store.keys(layer)[index].double().repeat_interleave(heads // groups, dim=1)  # [n, H, D]
-        v = store.values(layer)[index].double().repeat_interleave(heads // groups, dim=1)  # [n, H, Dv]
+        k, v = (part.double().repeat_interleave(heads // groups, dim=1) for part in store.gather(layer, index))  # [n, H, D], [n, H, Dv]
         logits = torch.einsum("hd,nhd->hn", q[i].double(), k) * score.scale
         if score.softcap is not None:
             logits = score.softcap * torch.tanh(logits / score.softcap)

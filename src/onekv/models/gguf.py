@@ -1,11 +1,12 @@
 """GGUF files: converted once into a directory that transformers loads in a moment, and only if nothing is lost.
 
-Owns the directories under `home()/converted` and the table of what each architecture's metadata means. transformers reads a part of the
-metadata and takes its own defaults for the rest without a word. So every key of the file is held against the config that came out: it
-agrees, or the config is set to follow it, or the file is refused by the key's name. So is every tensor that no weight is made from, and
-every weight that no tensor is found for. A new architecture is a new entry in `_ARCHITECTURES`.
+Owns the directories under `home()/converted` and the table of what each architecture's metadata means. transformers' own reader takes a
+part of the metadata and its own defaults for the rest without a word. So the config is made here, and every key of the file is held
+against it: it agrees, or the config is set to follow it, or the file is refused by the key's name. So is every tensor that nothing is
+made from, and every weight that no tensor is found for. A new architecture is a new entry in `_ARCHITECTURES`.
 
     file ── metadata ──► config ── rules: agree / write / refuse ──► weights, dequantised to float32 ──► config + safetensors + tokenizer
+                            └── scaling keys and frequency tensors ──► rope parameters
 """
 
 from __future__ import annotations
@@ -26,18 +27,34 @@ from pathlib import Path
 from typing import Any, Final
 
 import gguf as package
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_SUPPORTED_ARCHITECTURES,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
 from transformers.utils import logging as transformers_logging
 
 from onekv.errors import ConfigError, OneKVError, UnsupportedModel
 from onekv.models.pull import home
 
-_FORMAT: Final = 1  # of the converted directory; raise it when a rule changes what a file turns into
+_FORMAT: Final = 2  # of the converted directory; raise it when a rule changes what a file turns into
 _STAMP: Final = "onekv.json"
 _BLOCK: Final = 1 << 20
 _FRESH_S: Final = 2.0  # a file changed this recently may change again within the clock's tick, so its digest is not remembered
@@ -52,7 +69,7 @@ Metadata = Mapping[str, Any]  # keys without the architecture's prefix
 def converted(path: Path) -> Path:
     """The directory a GGUF file was converted to; converts it first if need be.
 
-    Weights are float32 and equal, to the bit, what transformers' `from_pretrained(gguf_file=...)` gives.
+    Weights are float32 and equal, to the bit, what transformers' `from_pretrained(gguf_file=...)` gives for the architectures it reads.
 
     Raises:
         ConfigError: no such file, or a damaged one.
@@ -62,7 +79,7 @@ def converted(path: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     digest = _digest(path)
-    target = home() / "converted" / digest[:24]
+    target = home() / "converted" / f"{digest[:24]}-{_FORMAT}"  # so that two versions of onekv do not convert in turns
     if not _is_current(target):
         _convert(path, digest, target)
     return target
@@ -135,31 +152,25 @@ def _convert_into(file: GGUFFile, directory: Path) -> None:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise UnsupportedModel(f"{file.name}: general.architecture = {file.architecture!r}; GGUF files of {known} can be read")
     _check_outside(file)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.path.parent), "gguf_file": file.path.name, "local_files_only": True}
     auto_model: Any = AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(**source)
-        follow(file, config, rules)
-        _check_tensors(file, config)
-        model, loaded = auto_model.from_pretrained(**source, config=config, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        config = _config_of(file, rules)
+        with torch.device("meta"):
+            skeleton = auto_model.from_config(config)
+        weights = _weights_of(file, config, skeleton)
+        tokenizer = _tokenizer_of(file)
     except OneKVError:
         raise
-    except NotImplementedError as error:
-        raise UnsupportedModel(f"{file.name}: transformers cannot read this file: {error}") from error
     except Exception as error:
         raise ConfigError(f"{file.name} cannot be converted: {type(error).__name__}: {error}") from error
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if loaded[what]:
-            raise UnsupportedModel(
-                f"{file.name}: the file does not fill the model's weights, {what.replace('_', ' ')}: {sorted(loaded[what])[:4]}"
-            )
     _follow_tokenizer(file, tokenizer)
-    _follow_end_tokens(file, model)
-    # transformers marks the model as quantized and then refuses to save it; these weights are plain float32.
-    model.hf_quantizer = None
-    model.config.__dict__.pop("quantization_config", None)
-    model.save_pretrained(directory)
+    config.architectures = [type(skeleton).__name__]
+    config.dtype = torch.float32
+    generation = GenerationConfig.from_model_config(config)
+    _follow_end_tokens(file, generation)
+    config.save_pretrained(directory)
+    generation.save_pretrained(directory)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(directory)
 
 
@@ -208,6 +219,7 @@ class GGUFFile:
         reader:  the gguf package's reader, parsed
         fields:  every metadata key and value but the long arrays of the vocabulary
         tensors: name -> shape as the file states it
+        followed: tensors that the config follows, so that no weight is made of them
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,16 +236,52 @@ class GGUFFile:
         if max(ends, default=0) > size:
             raise ConfigError(f"{path} is cut short: its tensors end at byte {max(ends)}, the file at {size}")
         self.architecture = str(self.fields.get("general.architecture", ""))
+        self.followed: set[str] = set()
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The architecture's own keys, without their prefix. A list of equal numbers, one per layer, is given as that number."""
+        """The architecture's own keys, without their prefix. A list of equal numbers, one per layer, is given as that number.
+
+        A window pattern is given as one bool per layer; a file may state its period only.
+        """
         prefix = self.architecture + "."
-        return {k.removeprefix(prefix): _one(v) for k, v in self.fields.items() if k.startswith(prefix)}
+        stated = {k.removeprefix(prefix): v for k, v in self.fields.items() if k.startswith(prefix)}
+        metadata = {k: v if k in _LISTS else _one(v) for k, v in stated.items()}
+        pattern = metadata.get(_PATTERN)
+        if isinstance(pattern, list):
+            metadata[_PATTERN] = [bool(v) for v in pattern]
+        elif pattern is not None:
+            metadata[_PATTERN] = _pattern(int(pattern))(metadata)
+        return metadata
+
+    def array(self, name: str) -> NDArray[np.float32]:
+        """A tensor, dequantised; axes in numpy's order."""
+        (tensor,) = (t for t in self.reader.tensors if t.name == name)
+        array: NDArray[np.float32] = package.dequantize(tensor.data, tensor.tensor_type)
+        return array
+
+    def follow_array(self, name: str) -> list[float] | None:
+        """A tensor that the config follows; None if the file has none of this name."""
+        if name not in self.tensors:
+            return None
+        self.followed.add(name)
+        return [float(v) for v in self.array(name).ravel()]
 
 
-_LISTS: Final = frozenset({"attention.sliding_window_pattern"})
+_PATTERN: Final = "attention.sliding_window_pattern"
+_LISTS: Final = frozenset({_PATTERN})
 _VOCABULARY: Final = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
+
+# Keys that are followed, checked, or that change no token of a text. Chat templates come beside them.
+_TOKENIZER_KEYS: Final = _VOCABULARY | {
+    "tokenizer.huggingface.json",
+    *(f"tokenizer.ggml.{name}" for name in ("model", "pre", "token_type_count", "precompiled_charsmap")),
+    *(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")),
+    *(f"tokenizer.ggml.{name}_whitespaces" for name in ("remove_extra", "escape")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "separator")),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("mask", "cls", "prefix", "suffix", "middle")),
+    *(f"tokenizer.ggml.fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+}
 
 
 def _one(value: Any) -> Any:
@@ -248,6 +296,10 @@ def _check_outside(file: GGUFFile) -> None:
             raise UnsupportedModel(f"{file.name}: {key} = {value}; join the parts of this model first (llama-gguf-split --merge)")
         if room not in ("GGUF", "general", "tokenizer", "split", "quantize", file.architecture):
             raise UnsupportedModel(f"{file.name}: {key} = {_shown(value)} is not known to onekv, so what it says would be lost")
+        if key == "tokenizer.ggml.add_sep_token" and not value:
+            continue
+        if room == "tokenizer" and key not in _TOKENIZER_KEYS and not key.startswith("tokenizer.chat_template"):
+            raise UnsupportedModel(f"{file.name}: {key} = {_shown(value)} is not known to onekv, so text could be cut differently")
     for key, value in file.metadata.items():
         if isinstance(value, list) and key not in _LISTS:
             raise UnsupportedModel(f"{file.name}: {file.architecture}.{key} = {_shown(value)}; values that differ by layer are not served")
@@ -255,21 +307,90 @@ def _check_outside(file: GGUFFile) -> None:
         raise UnsupportedModel(f"{file.name}: general.type = {file.fields['general.type']!r}, not a model")
 
 
-def _check_tensors(file: GGUFFile, config: Config) -> None:
-    """Every tensor of the file becomes a weight."""
-    auto_model: Any = AutoModelForCausalLM
+# --- weights ------------------------------------------------------------------------------------------------------------------------
+
+
+def _weights_of(file: GGUFFile, config: Config, skeleton: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the file as the weight it becomes, float32; tied weights once.
+
+    Raises:
+        UnsupportedModel: a tensor without a place, or a weight without a tensor; names it.
+        ConfigError: a shape that the metadata does not ask for.
+    Cost: 4 bytes a weight.
+    """
+    processor_of: Any = _PROCESSORS.get(file.architecture, TensorProcessor)
+    processor = processor_of(config=config.to_dict())
     weights_map: Any = get_gguf_hf_weights_map
-    processor_of: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    with torch.device("meta"):
-        skeleton = auto_model.from_config(config)
-    used = weights_map(skeleton, processor_of(config=config.to_dict()))
-    weights = skeleton.state_dict()
+    place: dict[str, str] = weights_map(skeleton, processor, model_type=file.architecture)
+    shapes = {name: weight.shape for name, weight in skeleton.state_dict().items()}
     for name, shape in file.tensors.items():
-        if name not in used:
+        if name in file.followed:
+            continue
+        if name not in place:
             raise UnsupportedModel(f"{file.name}: tensor {name} {list(shape)} has no place in the converted model, so it would be lost")
-        expected = weights[used[name]].shape
-        if math.prod(shape) != expected.numel():
-            raise ConfigError(f"{file.name}: tensor {name} is {list(shape)}, and the metadata asks for {list(reversed(expected))}")
+        asked = list(reversed(shapes[place[name]]))
+        if list(shape) != asked:
+            raise ConfigError(f"{file.name}: tensor {name} is {list(shape)}, and the metadata asks for {asked}")
+    filled = {place[name] for name in file.tensors if name in place}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    missing = sorted(set(shapes) - filled - tied)
+    if missing:
+        raise UnsupportedModel(f"{file.name}: the file does not fill the model's weights, missing: {missing[:4]}")
+    weights = {}
+    for name in file.tensors:
+        if name not in file.followed:
+            array = processor.process(weights=file.array(name), name=name).weights
+            weights[place[name]] = torch.from_numpy(np.array(array, np.float32, order="C"))
+    return weights
+
+
+# --- config -------------------------------------------------------------------------------------------------------------------------
+
+# Keys that a config field states directly, and that the rest of a config is made from.
+_DIRECT: Final = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+_NEEDED: Final = tuple(key for key in _DIRECT if key not in ("attention.head_count_kv", "vocab_size"))
+# Config fields that say whether the projections have biases, and the tensor that is there if they have.
+_BIASES: Final = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+
+
+def _config_of(file: GGUFFile, rules: Iterable[Rule]) -> Config:
+    """The config that a file's metadata and tensors ask for.
+
+    Raises:
+        ConfigError: a key that every file has is missing.
+        UnsupportedModel: names the key or tensor that would be lost.
+    """
+    metadata = file.metadata
+    for key in _NEEDED:
+        if key not in metadata:
+            raise ConfigError(f"{file.name} has no {file.architecture}.{key}")
+    fields: dict[str, Any] = {field: metadata[key] for key, field in _DIRECT.items() if key in metadata}
+    fields.setdefault("num_key_value_heads", metadata["attention.head_count"])
+    if "token_embd.weight" in file.tensors:
+        fields.setdefault("vocab_size", file.tensors["token_embd.weight"][-1])
+    for name, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        token = file.fields.get(f"tokenizer.ggml.{key}_token_id")
+        fields[name] = token if token is not None and token < fields.get("vocab_size", 0) else None
+    model_type = file.architecture
+    if model_type == "llama" and metadata.get("attention.sliding_window"):
+        model_type = "mistral"  # llama.cpp has one name for both
+    config: Config = AutoConfig.for_model(
+        _MODEL_TYPES.get(model_type, model_type), **fields, tie_word_embeddings="output.weight" not in file.tensors
+    )
+    for name, tensor in _BIASES.items():
+        if tensor in file.tensors:
+            _set(config, name, True)
+    follow(file, config, rules)
+    return config
 
 
 # --- rules: what a key means --------------------------------------------------------------------------------------------------------
@@ -367,8 +488,28 @@ class _AnyOf:
         return " or ".join(map(repr, self._values))
 
 
+class _NoWindow:
+    """What a model without windowed layers says: no window, or one that the whole context fits in."""
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) and (other == 0 or other >= self._context)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"0, or {self._context} and more"
+
+
 def _head_dim(config: Config) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _set_head_dim(config: Config, value: int) -> None:
+    """Every family looks for this field, also those that do not have it by themselves."""
+    config.head_dim = value
 
 
 def _plain_head_dim(metadata: Metadata) -> int:
@@ -386,7 +527,14 @@ def _rotary_dims(config: Config) -> int:
     return int(_head_dim(config) * _rope(config).get("partial_rotary_factor", 1.0))
 
 
+def _set_rotary_dims(config: Config, value: int) -> None:
+    """Phi-3 alone reads the factor; for the others it stays absent, and another number of dimensions is refused."""
+    if "partial_rotary_factor" in _rope(config):
+        _rope(config)["partial_rotary_factor"] = value / _head_dim(config)
+
+
 def _window(config: Config) -> int:
+    """The window of every layer, or of every layer that is marked as windowed."""
     return getattr(config, "sliding_window", None) or 0
 
 
@@ -396,60 +544,171 @@ def _set_window(config: Config, value: int) -> None:
         _set(config, "sliding_window", value or None)
 
 
+def _optional_window(config: Config) -> Any:
+    """The same in families whose layers are full unless marked."""
+    return _window(config) if any(_is_windowed(config)) else _NoWindow(config.max_position_embeddings)
+
+
+def _set_optional_window(config: Config, value: int) -> None:
+    if any(_is_windowed(config)):
+        config.use_sliding_window, config.sliding_window = True, value
+
+
 def _is_windowed(config: Config) -> list[bool]:
     return [kind == "sliding_attention" for kind in config.layer_types]
 
 
-def _pattern(period: int) -> Callable[[Metadata], list[bool]]:
-    """Every `period`-th layer is full, the others have a window."""
-    return lambda m: [(layer + 1) % period != 0 for layer in range(m["block_count"])]
+def _set_windowed(config: Config, value: Sequence[bool]) -> None:
+    if len(value) == config.num_hidden_layers:
+        config.layer_types = ["sliding_attention" if is_windowed else "full_attention" for is_windowed in value]
 
+
+def _pattern(period: int) -> Callable[[Metadata], list[bool]]:
+    """Every `period`-th layer is full, the others have a window; 0: all have one."""
+    return lambda m: [period == 0 or (layer + 1) % period != 0 for layer in range(m.get("block_count", 0))]
+
+
+# --- rules: rotary scaling ----------------------------------------------------------------------------------------------------------
 
 _ROPE_SCALING_KEYS: Final = frozenset(
     {"rope.scale_linear", "rope.scaling.finetuned"}
     | {f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "attn_factor")}
     | {f"rope.scaling.yarn_{name}" for name in ("log_multiplier", "ext_factor", "attn_factor", "beta_fast", "beta_slow")}
 )
+_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+# Architectures whose graph in llama.cpp divides frequencies by those tensors, and the type each can follow.
+_FREQS_ARE_READ: Final = ("llama", "smollm3")
+_LONG_SHORT_ARE_READ: Final = ("llama", "phi3")
 
 
 def _follow_rope_scaling(file: GGUFFile, metadata: Metadata, config: Config) -> None:
-    """Set the config's rotary scaling from the file: none, linear or yarn, which transformers and llama.cpp compute alike.
+    """Set the config's rotary scaling from the file: none, linear, yarn, longrope, or Llama 3's, which is a tensor.
 
     Raises:
-        UnsupportedModel: another type, or a yarn detail transformers has no word for.
+        UnsupportedModel: another type, a combination, or a yarn detail transformers has no word for.
+        ConfigError: a tensor of another length.
     """
 
     def get(name: str, default: Any) -> Any:
         return metadata.get(f"rope.scaling.{name}", default)
 
-    kind = get("type", "linear")  # llama.cpp's default, at a factor of 1
+    def must_be(name: str, value: Any) -> None:
+        if not _agree(get(name, value), value):
+            raise UnsupportedModel(
+                f"{file.name}: {file.architecture}.rope.scaling.{name} = {get(name, value)!r}, and the converted model would use {value!r}"
+            )
+
+    factors = {}
+    for name, readers in ((_FREQS, _FREQS_ARE_READ), (_LONG, _LONG_SHORT_ARE_READ), (_SHORT, _LONG_SHORT_ARE_READ)):
+        values = file.follow_array(name) if file.architecture in readers else None
+        if values is None:
+            continue
+        pairs = metadata.get("rope.dimension_count", _head_dim_of(metadata)) // 2
+        if len(values) != pairs:
+            raise ConfigError(f"{file.name}: tensor {name} has {len(values)} values, and the metadata asks for {pairs}")
+        factors[name] = values
+
+    kind = get("type", "longrope" if _LONG in factors else "linear")  # llama.cpp's default, at a factor of 1
     factor = float(get("factor", metadata.get("rope.scale_linear", 1.0)) or 1.0)
+    original = int(get("original_context_length", metadata["context_length"]))
+    _set(config, "original_max_position_embeddings", original)
     scaling: dict[str, Any]
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if kind == "longrope":
+        if set(factors) != {_LONG, _SHORT}:
+            raise UnsupportedModel(
+                f"{file.name}: {file.architecture}.rope.scaling.type = 'longrope' takes the tensors {_LONG} and {_SHORT}, "
+                f"and the file has {sorted(factors) or 'neither'} for this architecture"
+            )
+        must_be("factor", 1.0)
+        scaling = _longrope(factors[_SHORT], factors[_LONG], original, metadata["context_length"], float(get("attn_factor", 1.0)))
+    elif factors:
+        if set(factors) != {_FREQS} or not (kind == "none" or (kind == "linear" and factor == 1.0)):
+            raise UnsupportedModel(
+                f"{file.name}: tensors {sorted(factors)} beside {file.architecture}.rope.scaling.type = {kind!r} and factor {factor}"
+            )
+        must_be("attn_factor", 1.0)
+        freqs = factors[_FREQS]
+        # Divisors that Llama 3's formula does not give are still followed: longrope takes any.
+        scaling = _llama3(freqs, float(metadata.get("rope.freq_base", 10000.0))) or _longrope(
+            freqs, freqs, original, metadata["context_length"], 1.0
+        )
+    elif kind == "none" or (kind == "linear" and factor == 1.0):
+        must_be("attn_factor", 1.0)
         scaling = {"rope_type": "default"}
     elif kind == "linear":
+        must_be("attn_factor", 1.0)
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        plain = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-        for name, value in plain.items():
-            if not _agree(get(name, value), value):
-                raise UnsupportedModel(
-                    f"{file.name}: {file.architecture}.rope.scaling.{name} = {get(name, value)!r}, "
-                    f"and the converted model would use {value!r}"
-                )
+        for name, value in {"yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}.items():
+            must_be(name, value)
         scaling = {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": int(get("original_context_length", metadata["context_length"])),
+            "original_max_position_embeddings": original,
             "beta_fast": float(get("yarn_beta_fast", 32.0)),
             "beta_slow": float(get("yarn_beta_slow", 1.0)),
         }
+        if not _agree(get("attn_factor", 1.0), 1.0):  # llama.cpp's multiplies the usual one, transformers' replaces it
+            scaling["attention_factor"] = get("attn_factor", 1.0) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     else:
-        raise UnsupportedModel(f"{file.name}: {file.architecture}.rope.scaling.type = {kind!r} is not read; none, linear and yarn are")
+        raise UnsupportedModel(
+            f"{file.name}: {file.architecture}.rope.scaling.type = {kind!r} is not read; none, linear, yarn and longrope are"
+        )
+    if file.architecture == "phi3" and scaling["rope_type"] not in ("default", "longrope"):
+        raise UnsupportedModel(f"{file.name}: phi3.rope.scaling.type = {kind!r}, and transformers' phi3 has none and longrope only")
     rope = _rope(config)
     kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     rope.clear()
     rope.update(kept | scaling)
+
+
+def _head_dim_of(metadata: Metadata) -> int:
+    return int(metadata.get("attention.key_length", _plain_head_dim(metadata)))
+
+
+def _longrope(short: list[float], long: list[float], original: int, context: int, attention_factor: float) -> dict[str, Any]:
+    """Frequencies divided by one list up to the original context, by the other beyond."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": original,
+        "factor": max(context / original, 1.0),
+        "attention_factor": attention_factor,
+    }
+
+
+def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any] | None:
+    """The settings of Llama 3's scaling that a file's divisors were computed from; None if they were not.
+
+    By that scaling short waves stay, long waves are divided by the factor, and between them 1 / divisor changes linearly with the
+    frequency. So the straight line through those gives the two bounds, up to a common scale: low_freq_factor is 1, as in every release.
+    """
+    divided = np.array(divisors)  # [rotary pairs]
+    factor = round(float(divided.max()), 4)
+    frequency = theta ** -(np.arange(len(divided)) / len(divided)) / (2 * math.pi)
+    is_between = (divided > 1 + 1e-6) & (divided < factor * (1 - 1e-6))
+    if is_between.sum() < 2:
+        return None
+    share = (1 / divided - 1 / factor) / (1 - 1 / factor)  # 1: as it was, 0: divided by the factor
+    slope, offset = np.polyfit(frequency[is_between], share[is_between], 1)
+    if slope <= 0 or offset >= 0:
+        return None
+    high = round(1 - 1 / float(offset), 3)
+    original = round(float(slope) * (high - 1))
+    expected = 1 / ((1 - 1 / factor) * np.clip((original * frequency - 1) / (high - 1), 0, 1) + 1 / factor)
+    if not np.allclose(expected, divided, rtol=2e-6, atol=0):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+# --- rules: each architecture -------------------------------------------------------------------------------------------------------
 
 
 def _set_theta(config: Config, value: float) -> None:
@@ -472,18 +731,11 @@ def _gemma_scale(layers_of_27b: int) -> Callable[[Metadata], float]:
 
 
 _COMMON: Final = (
-    _field("context_length", "max_position_embeddings"),
-    _field("embedding_length", "hidden_size"),
-    _field("block_count", "num_hidden_layers"),
-    _field("feed_forward_length", "intermediate_size"),
-    _field("vocab_size", "vocab_size"),
-    _field("attention.head_count", "num_attention_heads"),
-    _field("attention.head_count_kv", "num_key_value_heads", lambda m: m["attention.head_count"]),
-    _field("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
-    Rule("attention.key_length", _head_dim, _plain_head_dim, lambda c, value: _set(c, "head_dim", value)),
-    Rule("attention.value_length", _head_dim, lambda m: m.get("attention.key_length", _plain_head_dim(m))),
+    *(_field(key, name) for key, name in _DIRECT.items()),
+    Rule("attention.key_length", _head_dim, _plain_head_dim, _set_head_dim),
+    Rule("attention.value_length", _head_dim, _head_dim_of),
     Rule("rope.freq_base", lambda c: _rope(c)["rope_theta"], lambda m: 10000.0, _set_theta),
-    Rule("rope.dimension_count", _rotary_dims, lambda m: m.get("attention.key_length", _plain_head_dim(m))),
+    Rule("rope.dimension_count", _rotary_dims, _head_dim_of, _set_rotary_dims),
     _always("attention.causal", True),
     _always("attention.clamp_kqv", 0.0),
     _always("attention.max_alibi_bias", 0.0),
@@ -493,19 +745,33 @@ _COMMON: Final = (
     _always("embedding_scale", 1.0, 0.0),
     _always("residual_scale", 1.0, 0.0),
 )
-_PLAIN_ATTENTION: Final = (
+_PLAIN_SCORES: Final = (
     Rule("attention.scale", lambda c: _AnyOf((_head_dim(c) ** -0.5, 0.0))),
-    Rule("attention.sliding_window", _window, lambda m: 0, _set_window),
     _always("attn_logit_softcapping", 0.0),
     _always("final_logit_softcapping", 0.0),
+)
+# A window of all layers; llama.cpp has none in "llama" (Mistral) and took Phi-3's from its size before files stated it.
+_ONE_WINDOW: Final = (Rule("attention.sliding_window", _window, lambda m: 0, _set_window),)
+_PHI3_WINDOW: Final = (
+    Rule(
+        "attention.sliding_window",
+        _window,
+        lambda m: 2047 if m["block_count"] in (32, 40) and m["context_length"] == 4096 else 0,
+        _set_window,
+    ),
+)
+# Layers are full unless the file marks them.
+_MARKED_WINDOW: Final = (
+    Rule(_PATTERN, _is_windowed, None, _set_windowed),
+    Rule("attention.sliding_window", _optional_window, lambda m: 0, _set_optional_window),
 )
 
 
 def _gemma(layers_of_27b: int, period: int, window: int, attn_softcap: float | None, final_softcap: float | None) -> tuple[Rule, ...]:
     return (
         Rule("attention.scale", lambda c: c.query_pre_attn_scalar**-0.5, _gemma_scale(layers_of_27b), _set_scale),
+        Rule(_PATTERN, _is_windowed, _pattern(period), _set_windowed),
         Rule("attention.sliding_window", _window, lambda m: window, _set_window),
-        Rule("attention.sliding_window_pattern", _is_windowed, _pattern(period)),
         _field("attn_logit_softcapping", "attn_logit_softcapping", lambda m: attn_softcap),
         _field("final_logit_softcapping", "final_logit_softcapping", lambda m: final_softcap),
     )
@@ -516,12 +782,19 @@ _GEMMA3_LOCAL_ROPE: Final = Rule(
 )
 
 _ARCHITECTURES: Final[dict[str, tuple[Rule, ...]]] = {
-    "llama": (*_COMMON, *_PLAIN_ATTENTION),
-    "qwen2": (*_COMMON, *_PLAIN_ATTENTION),
-    "qwen3": (*_COMMON, *_PLAIN_ATTENTION),
+    "llama": (*_COMMON, *_PLAIN_SCORES, *_ONE_WINDOW),
+    "qwen2": (*_COMMON, *_PLAIN_SCORES, *_MARKED_WINDOW),
+    "qwen3": (*_COMMON, *_PLAIN_SCORES, *_MARKED_WINDOW),
     "gemma2": (*_COMMON, *_gemma(46, 2, 4096, 50.0, 30.0)),
     "gemma3": (*_COMMON, *_gemma(62, 6, 0, None, None), _GEMMA3_LOCAL_ROPE),
+    "phi3": (*_COMMON, *_PLAIN_SCORES, *_PHI3_WINDOW),
+    # Every fourth layer without rotation, as llama.cpp has it in its code and transformers in its config; no key says so.
+    "smollm3": (*_COMMON, *_PLAIN_SCORES, *_MARKED_WINDOW),
 }
+# Where transformers' name differs from the file's.
+_MODEL_TYPES: Final = {"gemma3": "gemma3_text"}
+# How tensors are turned back; smollm3's queries and keys are permuted as llama's are.
+_PROCESSORS: Final[dict[str, Any]] = {**TENSOR_PROCESSORS, "smollm3": TENSOR_PROCESSORS["llama"]}
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------------------------------------
@@ -541,6 +814,13 @@ _BYTE_LEVEL_SPLITS: Final[dict[str, Callable[[Tokenizer], None] | None]] = {
     "smollm": _digits_apart,
     **dict.fromkeys(GGUF_PRE_TOKENIZER_SPLITS),
 }
+
+
+def _tokenizer_of(file: GGUFFile) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers makes of the file; for architectures it has no reader for, of the vocabulary alone."""
+    made_by: Any = AutoTokenizer if file.architecture in GGUF_SUPPORTED_ARCHITECTURES else PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = made_by.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
+    return tokenizer
 
 
 def _follow_tokenizer(file: GGUFFile, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -583,9 +863,9 @@ def _follow_added_tokens(file: GGUFFile, tokenizer: PreTrainedTokenizerBase) -> 
             raise UnsupportedModel(f"{file.name}: {key} = {file.fields[key]}, and the converted tokenizer turns 'a' into {ids}")
 
 
-def _follow_end_tokens(file: GGUFFile, model: PreTrainedModel) -> None:
+def _follow_end_tokens(file: GGUFFile, generation: GenerationConfig) -> None:
     """An answer ends at the end of a turn or message as well as at the end of text; transformers reads the last only."""
     names = ("eos", "eot", "eom")
     ids = [file.fields[key] for key in (f"tokenizer.ggml.{name}_token_id" for name in names) if key in file.fields]
-    if ids and model.generation_config is not None:
-        model.generation_config.eos_token_id = ids[0] if len(ids) == 1 else list(dict.fromkeys(ids))
+    if ids:
+        generation.eos_token_id = ids[0] if len(ids) == 1 else list(dict.fromkeys(ids))

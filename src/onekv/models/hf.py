@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from onekv.attention import Score
+from onekv.attention.sdpa import attend_to_entries
 from onekv.cache import KVCache, Step
 from onekv.core.batch import Batch
 from onekv.core.loops import FARTHEST
@@ -171,7 +173,7 @@ class Model:
         ubatch = step.ubatch
         positions = self._positions(ubatch.positions)
         keep = torch.from_numpy(np.flatnonzero(ubatch.outputs)).to(self.device)
-        sink = _StepSink(step, self._hooked.name, self.layers, self._owner)
+        sink = _StepSink(step, self._hooked, self.layers, self._owner)
         kinds, _ = self._states
         states = {i: kind.filled(step.read_states(i)) for i, kind in kinds.items()}
         running = self._hooked.begin(sink, positions, self._shared, ubatch.num_sets if kinds else 1, states)
@@ -236,7 +238,7 @@ class Model:
     @cached_property
     def _shared(self) -> frozenset[int]:
         """Layers whose keys and values a later layer reads."""
-        return frozenset(owner for layer, owner in enumerate(self._owner) if owner != layer)
+        return frozenset(owner for layer, owner in enumerate(self._owner) if owner not in (layer, -1))
 
     def _positions(self, positions: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
         """[T] int64 on the model's device."""
@@ -281,15 +283,20 @@ def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[Any, ...]]:
 class _StepSink:
     """Sends a forward's tensors to a step, after comparing what each layer does with what the probe saw."""
 
-    def __init__(self, step: Step, model: str, layers: Sequence[LayerSpec], owner: Sequence[int]) -> None:
+    def __init__(self, step: Step, hooked: Hooked, layers: Sequence[LayerSpec], owner: Sequence[int]) -> None:
         self._step = step
-        self._model = model
+        self._model = hooked.name
+        self._gathers = hooked.gathers
+        self._attends_itself = hooked.attends_itself
         self._layers = layers
         self._owner = owner
-        self._calls = [0] * len(layers)
+        self._attended: set[int] = set()
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         self._step.store(layer, k, v)
+        if self._attends_itself:
+            self._attended.add(layer)
+        return self._step._gather(layer) if layer in self._gathers else None
 
     def attend(
         self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
@@ -298,18 +305,43 @@ class _StepSink:
             raise UnsupportedModel(
                 f"{self._model}, layer {layer}: attends to layer {origin} under {window}, and did otherwise when it was probed"
             )
-        self._calls[layer] += 1
+        self._attended.add(layer)
         return self._step.attend(layer, q, scale=scale, softcap=softcap, sinks=sinks)
 
+    def attend_to(
+        self,
+        layer: int,
+        window: Window,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if layer not in self._gathers or window != self._layers[layer].window:
+            raise UnsupportedModel(
+                f"{self._model}, layer {layer}: attends under {window} to keys it did not store, and did otherwise when it was probed"
+            )
+        self._attended.add(layer)
+        return attend_to_entries(q, k, v, self._step._entries(layer), Score(scale, softcap, sinks))
+
+    def visible(self, window: Window) -> Tensor:
+        first = next(i for i, spec in enumerate(self._layers) if spec.has_cells)
+        if window != self._layers[first].window:
+            raise UnsupportedModel(f"{self._model}: asks for a mask of {window}, and did otherwise when it was probed")
+        return self._step._entries(first).mask
+
     def check(self) -> None:
-        """Every layer that has cells has attended once.
+        """Every layer that has cells has attended, or has been handed what it attends to.
 
         Raises:
             UnsupportedModel: names the layers that did not.
         """
-        wrong = [i for i, calls in enumerate(self._calls) if calls != self._layers[i].has_cells]
-        if wrong:
-            raise UnsupportedModel(f"{self._model}: layers {wrong} did not attend exactly once")
+        idle = sorted({i for i, spec in enumerate(self._layers) if spec.has_cells} - self._attended)
+        if idle:
+            raise UnsupportedModel(f"{self._model}: layers {idle} did not attend")
 
 
 def load_model(

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -431,9 +431,19 @@ def _prepare_of(kind: Any) -> Callable[..., Any]:
     @wraps(stock)
     def prepare(self: PreTrainedModel, input_ids: Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
         cache = _our_cache(kwargs)
+
+        def inputs_of(length: int | None) -> Any:
+            inputs = stock(self, input_ids, next_sequence_length=length, **kwargs)
+            if cache is not None and _our_cache(inputs) is not cache:
+                # Phi-3 drops the cache where it changes its rotary frequencies. `Model` pins them, so the keys stay good.
+                inputs = GenerationMixin.prepare_inputs_for_generation(
+                    cast(Any, self), cast(Any, input_ids), next_sequence_length=length, **kwargs
+                )
+            return inputs
+
         # Without a length to cut to, these may be new tokens only; `forward` reads that from the mask.
         if cache is None or next_sequence_length is None or kwargs.get("inputs_embeds") is not None:
-            return stock(self, input_ids, next_sequence_length=next_sequence_length, **kwargs)
+            return inputs_of(next_sequence_length)
         # transformers cuts at the cache's length, whatever the tokens are; this cuts where they first differ.
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         width = input_ids.shape[1]
@@ -441,7 +451,7 @@ def _prepare_of(kind: Any) -> Callable[..., Any]:
         left_out = max(0 if given is None else given.shape[-1] - width for given in (mask, positions))
         ids = _Rectangle(cache, input_ids, mask, None if positions is None else positions[..., -width:], left_out)
         start = min(ids.first_new_column(), width - max(next_sequence_length, 1))
-        inputs = stock(self, input_ids, next_sequence_length=width - start, **kwargs)
+        inputs = inputs_of(width - start)
         inputs[_PART] = _Part(left_out + start, bool(kwargs.get("is_first_iteration")))
         return inputs
 

@@ -4,10 +4,14 @@ Owns what is registered with transformers under the name "onekv": one attention 
 forward is given. They meet in a `Pass`, which lives for one forward and hands every layer's keys, values and queries to a `Sink`.
 Nothing here knows which sequences exist or where cells are, and nothing here remembers a forward after it has ended.
 
+Two kinds of models need to see stored keys and values, and get those that any row of the forward sees ("gathered"), N of them. Layers that
+store one thing and attend to another (latent attention expands what was stored) attend through the attention function, to what they made
+of the N. Models that attend by code of their own are handed a real mask [S, 1, T, N] by the mask function.
+
     model(input_ids, cache=pass.cache)
       ├─ mask function     reads which window a layer type has, returns a marker that stands for it
       └─ each layer
-          ├─ cache.update  hands k, v to the sink, returns them unchanged
+          ├─ cache.update  hands k, v to the sink, returns them unchanged, or gathered
           └─ attention     checks that q's layer was given the k and v of a known layer, and a known marker; the sink attends
 
 Recurrent layers find transformers' own `LinearAttentionLayer` in that cache, with the states of the batch's sequences. Their rows cannot be
@@ -53,14 +57,34 @@ _running: ContextVar[Pass | None] = ContextVar("onekv_pass", default=None)
 class Sink(Protocol):
     """Where the layers' tensors go."""
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Take k [T, G, D] and v [T, G, Dv] of one layer."""
+    def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Take k [T, G, D] and v [T, G, Dv] of one layer. Returns what the layer goes on with instead, [N, G, D] and [N, G, Dv]; None:
+        with the same."""
         ...
 
     def attend(
         self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Attend with q [T, H, D] to what layer `origin` stored, under `window`. Returns [T, H, Dv]."""
+        ...
+
+    def attend_to(
+        self,
+        layer: int,
+        window: Window,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend with q [T, H, D] to k [N, G, D] and v [N, G, Dv], which the layer made of the N that `store` returned. -> [T, H, Dv]."""
+        ...
+
+    def visible(self, window: Window) -> Tensor:
+        """Which of the N that `store` returns each row sees under `window`, [T, N] bool. For models that attend by themselves."""
         ...
 
 
@@ -76,6 +100,7 @@ class Pass:
         num_seqs: S, rows come sequence by sequence, T of each; 1 where rows of any sequences are packed
         recurrent: per recurrent layer, the number of convolutions whose states it keeps
         states: per recurrent layer, its state tensors [S, ...]; none where all sequences begin
+        attends_itself: the model attends by its own code, and is handed a mask it can use
     """
 
     def __init__(
@@ -85,31 +110,55 @@ class Pass:
         masks: MaskRules,
         positions: Tensor,
         shared: Collection[int] | None,
-        num_seqs: int = 1,
-        recurrent: Mapping[int, int] | None = None,
-        states: Mapping[int, RecurrentState] | None = None,
+        num_seqs: int,
+        recurrent: Mapping[int, int],
+        states: Mapping[int, RecurrentState],
+        attends_itself: bool,
     ) -> None:
         self.model = model
         self.sink = sink
         self.masks = masks
         self.positions = positions
+        self.attends_itself = attends_itself
         self.num_seqs = num_seqs
-        self.cache = _StepCache(self, recurrent or {}, states or {})
+        self.cache = _StepCache(self, recurrent, states)
         self._shared = shared
         self._latest = -1
         self._returned: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stored: set[int] = set()
+        self._is_gathered = False  # what the latest layer to store goes on with
 
-    def update(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """k [S, G, T, D], v [S, G, T, Dv]."""
+    def mask(self, rule: MaskRule, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """A marker that stands for the rule's window; for a model that attends itself what it adds to its scores, [S, 1, T, N]."""
+        if not self.attends_itself:
+            return self.masks.marker(rule, device)
+        window = self.masks.window(rule, device)
+        if isinstance(window, str):
+            raise UnsupportedModel(f"{self.model}: {window}")
+        seen = self.sink.visible(window).to(device)
+        added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+        return added.view(self.num_seqs, 1, -1, seen.shape[1])
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """k [S, G, T, D], v [S, G, T, Dv]. Returns what the layer goes on with."""
         if k.ndim != 4 or k.shape[0] != self.num_seqs or v.shape[:3] != k.shape[:3]:
             raise UnsupportedModel(
                 f"{self.model}, layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [{self.num_seqs}, G, T, D]"
             )
+        if layer in self._stored:
+            raise UnsupportedModel(
+                f"{self.model}, layer {layer}: stores keys twice in one forward (attention to an encoder, or layers in a loop)"
+            )
+        self._stored.add(layer)
         if self._shared is not None and self._latest not in self._shared:
             self._returned.pop(self._latest, None)
         self._latest = layer
+        gathered = self.sink.store(layer, _as_rows(k), _as_rows(v))
+        self._is_gathered = gathered is not None
+        if gathered is not None:
+            k, v = (part.transpose(0, 1).to(given).expand(self.num_seqs, -1, -1, -1) for part, given in zip(gathered, (k, v), strict=True))
         self._returned[layer] = (k, v)
-        self.sink.store(layer, _as_rows(k), _as_rows(v))
+        return k, v
 
     def attend(
         self,
@@ -128,14 +177,20 @@ class Pass:
         if not isinstance(layer, int):
             raise UnsupportedModel(f"{self.model}: {type(module).__name__} attends without a layer_idx")
         origin = self._origin(layer, k, v)
-        if origin is None:
+        if origin is None and (layer != self._latest or k.shape[2] != self._returned[layer][0].shape[2] or v.shape[2] != k.shape[2]):
             raise UnsupportedModel(
                 f"{self.model}, layer {layer}: attention was handed keys or values that no layer stored "
-                f"(k {tuple(k.shape)}, v {tuple(v.shape)}); a layer that rebuilds them after storing (latent attention) cannot be served"
+                f"(k {tuple(k.shape)}, v {tuple(v.shape)}), as in an encoder"
             )
         window = self.masks.window_of(mask, self.model, layer)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out = self.sink.attend(layer, origin, window, _as_rows(q), scale=scale, softcap=softcap, sinks=sinks)  # [S * T, H, Dv]
+        rows = _as_rows(q)
+        if origin is not None:
+            out = self.sink.attend(layer, origin, window, rows, scale=scale, softcap=softcap, sinks=sinks)  # [S * T, H, Dv]
+        else:
+            # What is gathered is the same for every sequence; the probe checks that a layer makes the same of it.
+            made_k, made_v = (_as_rows(part[:1] if self._is_gathered else part) for part in (k, v))
+            out = self.sink.attend_to(layer, window, rows, made_k, made_v, scale=scale, softcap=softcap, sinks=sinks)
         return out.reshape(self.num_seqs, -1, *out.shape[1:])
 
     def _origin(self, layer: int, k: Tensor, v: Tensor) -> int | None:
@@ -160,7 +215,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 class MaskRules:
     """The windows of one model, read from the mask functions transformers builds for it.
 
-    A mask is never built. The model is handed a marker, one element large, and passes it on to the layers the mask is for.
+    The model is handed a marker, one element large, and passes it on to the layers the mask is for.
     """
 
     def __init__(self) -> None:
@@ -168,14 +223,19 @@ class MaskRules:
         self._windows: dict[int, Window | str] = {}  # by the marker's address; a str says why there is none
         self._known: dict[Hashable, Window | str] = {}
 
-    def marker(self, rule: MaskRule, device: torch.device) -> Tensor:
-        """The marker [1, 1, 1, 1] of this rule's window."""
+    def window(self, rule: MaskRule, device: torch.device) -> Window | str:
+        """This rule's window; a str says why there is none."""
         key = _signature(rule)
         window = self._known.get(key) if key is not None else None
         if window is None:
             window = recognise(rule, device) or f"the mask rule {getattr(rule, '__qualname__', rule)!r} is no known window"
             if key is not None:
                 self._known[key] = window
+        return window
+
+    def marker(self, rule: MaskRule, device: torch.device) -> Tensor:
+        """The marker [1, 1, 1, 1] of this rule's window."""
+        window = self.window(rule, device)
         marker = self._markers.get((window, device))
         if marker is None:
             marker = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -193,7 +253,9 @@ class MaskRules:
             raise UnsupportedModel(f"{model}, layer {layer}: attention was handed no mask, so its window is unknown")
         window = self._windows.get(mask.data_ptr())
         if window is None:
-            raise UnsupportedModel(f"{model}, layer {layer}: attention was handed a mask the model made or changed itself")
+            raise UnsupportedModel(
+                f"{model}, layer {layer}: attention was handed a mask the model made or changed itself, so what it sees is unknown"
+            )
         if isinstance(window, str):
             raise UnsupportedModel(f"{model}, layer {layer}: {window}")
         return window
@@ -283,8 +345,13 @@ class _StepCache(Cache):
             state.put_into(linear[i])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._running.update(key_states, value_states, layer_idx)
-        return key_states, value_states
+        return self._running.update(key_states, value_states, layer_idx)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        raise UnsupportedModel(
+            f"{self._running.model}, layer {layer_idx} chooses the keys it attends to by an index of its own (sparse attention), "
+            "which cells do not hold"
+        )
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """0 to the model. A layer that asks for itself wants its rows' positions, as arange(T) plus this: llama4's temperature."""
@@ -352,10 +419,14 @@ class Hooked:
     Attributes:
         pins: rotary frequencies that hold during a run
         recurrent: layers that may keep recurrent states, by transformers' types of layers, and how many convolutions each has
+        gathers: layers that go on with stored keys and values; found by the probe
+        attends_itself: the model attends by its own code; found by the probe
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.pins: list[Pin] = []
+        self.gathers: frozenset[int] = frozenset()
+        self.attends_itself = False
         self.model = model
         self.name = type(model).__name__
         self.masks = MaskRules()
@@ -378,7 +449,7 @@ class Hooked:
         states: Mapping[int, RecurrentState] | None = None,
     ) -> Pass:
         """A pass of this model; arguments as for `Pass`."""
-        return Pass(self.name, sink, self.masks, positions, shared, num_seqs, self.recurrent, states)
+        return Pass(self.name, sink, self.masks, positions, shared, num_seqs, self.recurrent, states or {}, self.attends_itself)
 
     def run(self, running: Pass, *, tokens: Tensor | None = None, embeddings: Tensor | None = None, keep: Tensor) -> Tensor:
         """One forward over rows without padding: packed, or T rows of each of S sequences.
@@ -462,15 +533,16 @@ def _mask(
     mask_function: MaskRule | None = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     **others: Any,
 ) -> Tensor:
-    """transformers' mask interface. Builds no mask; see `MaskRules`."""
+    """transformers' mask interface. Builds no mask where the attention function above is used; see `MaskRules`."""
     running = _current()
     if mask_function is None:
         raise UnsupportedModel(f"{running.model} asks for a mask without a rule")
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModel(f"{running.model} masks out rows of its own input")
-    return running.masks.marker(mask_function, torch.device(device))
+    return running.mask(mask_function, torch.device(device), dtype)
 
 
 AttentionInterface.register(NAME, _attention)
