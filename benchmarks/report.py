@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
+
+Side = Callable[[], float]  # does it once, gives its seconds
 
 MAX_OTHER_LOAD: Final = 0.25  # cores kept busy by other processes, above which timings say more about them than about us
 
@@ -88,6 +92,26 @@ def _busy_s() -> float:
 
 def _own_s() -> float:
     return sum(os.times()[:2])
+
+
+def in_turns(sides: Mapping[str, Side], turns: int, warm_up: int = 1) -> dict[str, float]:
+    """Median seconds of every side: each turn runs all of them, each time starting with another one. The first turns are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for turn in range(turns + warm_up):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            gc.collect()
+            took = sides[name]()
+            if turn >= warm_up:
+                seconds[name].append(took)
+    return {name: statistics.median(took) for name, took in seconds.items()}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def machine() -> str:

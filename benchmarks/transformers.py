@@ -18,7 +18,6 @@ over our cells (`as_cache`, in --dtype as the other sides). "tokens as DynamicCa
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence as Listing
@@ -30,7 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 import onekv
-from benchmarks.report import Result, begin, options, report
+from benchmarks.report import Result, Side, begin, in_turns, options, report, timed
 from onekv.cache import KVCache
 from onekv.core.batch import Batch
 from onekv.engine.decode import Running, decode
@@ -42,28 +41,7 @@ OURS: Final = "onekv"
 GOAL: Final = ">= 3"
 PAGE: Final = 256  # tokens, of transformers' continuous batching
 
-Side = Callable[[], float]  # does it once, gives its seconds
 Tokens = list[list[int]]
-
-
-def in_turns(sides: dict[str, Side], turns: int) -> dict[str, float]:
-    """Median seconds of every side: each turn runs all of them, each time starting with another one. A first turn is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for turn in range(turns + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            gc.collect()
-            took = sides[name]()
-            if turn:
-                seconds[name].append(took)
-    return {name: float(np.median(took)) for name, took in seconds.items()}
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def compared(name: str, medians: dict[str, float]) -> list[Result]:

@@ -71,7 +71,8 @@ class KVCache:
     Args:
         layers:        one spec per model layer. Layers with equal windows form a group with cells of its own
         num_cells:     cells of the full-attention group (or of the only group)
-        deterministic: not available yet; True is refused
+        deterministic: a sequence's results do not depend, to the bit, on what else is in the batch or the buffer, on the ubatch's size,
+                       or on whether its prefix was computed or shared. Slower; only on a cpu
         The others are described at `CacheConfig`.
 
     Raises:
@@ -130,8 +131,6 @@ class KVCache:
             checkpoints=checkpoints,
             row_by_row=row_by_row,
         )
-        if deterministic:
-            raise ConfigError("deterministic=True is not available yet")
         self.layers = tuple(layers)
         windows, self._layer_group = layer_groups(self.layers)
         if window_cells is not None and len(windows) == 1:
@@ -141,7 +140,8 @@ class KVCache:
         cells = [sizes[g] for g in self._layer_group]
         self.store = KVStore(self.layers, cells, k_dtype, v_dtype, self.config.device, self.config.v_layout, hadamard)
         self.states = StateBank(self.layers, checkpoints, self.config.device)
-        self._attend = find_backend(backend)
+        self._attend = find_backend(backend, self.config.device, deterministic)
+        self._fixed = deterministic
         self._entered = threading.RLock()
         self._open_step: Step | None = None
         self._handles: dict[int, Sequence] = {}
@@ -1076,7 +1076,7 @@ class Step:
             loops.visible_ranges_axes(*group.rule, self.plan.causal, *axes, first, last)
         else:
             loops.visible_ranges(*group.rule, self.plan.causal, *rows, seqs, ubatch.queries, first, last)
-        return View(group, self.plan.causal, seqs, ubatch.positions, first, last, group.column, cells.row_positions)
+        return View(group, self.plan.causal, seqs, ubatch.positions, first, last, group.column, cells.row_positions, cache._fixed)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         cache = self.plan.cache

@@ -38,7 +38,7 @@ Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 KDtype = Annotated[str, typer.Option("--k-dtype", help="How keys are stored: float32, float16, bfloat16, q8_0 or q4_0.")]
 VDtype = Annotated[str | None, typer.Option("--v-dtype", help="How values are stored; as the keys if left out.")]
-Weights = Annotated[str, typer.Option(help="float32 or auto.")]
+Weights = Annotated[str, typer.Option(help="float32, bfloat16, int4 or auto (bfloat16 where the processor has it).")]
 
 
 def main() -> None:

@@ -120,7 +120,13 @@ def tokenizer_named() -> Callable[[str], PreTrainedTokenizerFast]:
 # --- GGUF ---------------------------------------------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+    kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
     """A GGUF file of a tiny model, with the keys and tensors that llama.cpp's converter writes for every family it knows.
 
     What it writes for some only (windows, softcaps, rotary scaling) is passed in; test_gguf_lossless.py does so for each family.
@@ -128,6 +134,7 @@ def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | No
     Args:
         metadata: keys to add, to change, or to leave out (None)
         tensors:  tensors to add, to change, or to leave out (None)
+        kinds:    how to quantise tensors whose name contains the key; others are float32
     """
     config = model.config
     arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
@@ -174,7 +181,9 @@ def write_gguf(path: Path, model: PreTrainedModel, metadata: dict[str, Any] | No
             _add(writer, key, value)
     for name, array in (arrays | (tensors or {})).items():
         if array is not None:
-            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+            kind = next((kind for part, kind in (kinds or {}).items() if part in name), gguf.GGMLQuantizationType.F32)
+            array = np.ascontiguousarray(array, np.float32)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -205,8 +214,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 def make_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Writes a tiny GGUF file."""
 
-    def build(model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
-        return write_gguf(tmp_path / "tiny.gguf", model, metadata, tensors)
+    def build(model: PreTrainedModel, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, **kinds: Any) -> Path:
+        return write_gguf(tmp_path / "tiny.gguf", model, metadata, tensors, **kinds)
 
     return build
 

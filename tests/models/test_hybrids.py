@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from functools import cache as once
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers.models.lfm2 import modeling_lfm2
 
 from families import tiny_model
 from onekv import Batch, ConfigError, KVCache, StateLost, UnsupportedModel, as_cache, cache_for
-from onekv.models import Model
+from onekv.models import Model, load_model
 from packed import alone
 
 TOLERANCE = 1e-5
@@ -310,6 +311,17 @@ def test_gathered_entries_that_a_layer_treats_otherwise_for_each_sequence_are_re
     monkeypatch.setattr(BailingHybridAttention, "expand_kv", mixed)
     with pytest.raises(UnsupportedModel, match="BailingHybridForCausalLM: a row depends on the other rows"):
         cache_for(tiny_model("bailing_hybrid"), num_cells=8)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "bailing_hybrid"])
+def test_packed_weights_serve_recurrent_layers_and_deterministic_rows_are_refused(name: str, tokens_of: Tokens, tmp_path: Path) -> None:
+    stock_of(name).save_pretrained(tmp_path)
+    model = load_model(tmp_path, weights="float32")
+    prompts = tokens_of((20, 17))
+    got = model.extend(cache_for(model, 64, max_seqs=4), [0, 1], prompts, max_ubatch=11)
+    assert all(is_close(name, row, prompt) for row, prompt in zip(got, prompts, strict=True))
+    with pytest.raises(UnsupportedModel, match="deterministic=True cannot be kept by recurrent layers"):
+        load_model(tmp_path, deterministic=True)
 
 
 # --- transformers' generate -------------------------------------------------------------------------------------------------------------

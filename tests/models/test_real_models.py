@@ -41,7 +41,7 @@ torch.set_num_threads(1)
 from onekv.models import cache_for, load_model
 sys.path.insert(0, sys.argv[3])
 from test_real_models import greedy
-model = load_model("smollm2")
+model = load_model("smollm2", weights="float32")
 cache = cache_for(model, 700, max_seqs=8)
 filler = cache.sequence()
 others = [cache.sequence(), cache.sequence()]
@@ -60,7 +60,7 @@ def test_a_saved_conversation_goes_on_in_a_new_process_as_if_nothing_had_happene
     demo_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONEKV_HOME", str(demo_path.parent.parent))
-    model = load_model("smollm2")
+    model = load_model("smollm2", weights="float32")
     cache = cache_for(model, 512, max_seqs=2)
     tokens = text_of(model, 301)
     seq = cache.sequence()

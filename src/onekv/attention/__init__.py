@@ -103,6 +103,7 @@ class View:
         first, last:   [T] int64, visible entries of the row: [first, last)
         column:        [S, E] int32, cell of every entry
         row_positions: [S, E] int32, position of every entry
+        fixed:         a row's result may not depend, to the bit, on the other rows, on who shares its cells or on where they lie
     """
 
     group: Group
@@ -113,6 +114,7 @@ class View:
     last: NDArray[np.int64]
     column: NDArray[np.int32]
     row_positions: NDArray[np.int32]
+    fixed: bool = False
     _made: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -143,14 +145,21 @@ def backends() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def backend(name: str) -> Attend:
-    """The `attend` of a backend; "auto" is the fastest that serves every setting.
+def backend(name: str, device: str | torch.device = "cpu", fixed: bool = False) -> Attend:
+    """The `attend` of a backend; "auto" is the fastest on this device.
 
+    Args:
+        fixed: rows may not depend on each other to the bit; only "cpu" can
     Raises:
-        ConfigError: no such backend.
+        ConfigError: no such backend, or it cannot serve the device or the demand.
     """
-    name = "sdpa" if name == "auto" else name
-    if name not in backends():
+    on_cpu = torch.device(device).type == "cpu"
+    chosen = ("cpu" if on_cpu else "sdpa") if name == "auto" else name
+    if chosen not in backends():
         raise ConfigError(f"backend must be auto or one of {', '.join(backends())}; got {name!r}")
-    attend: Attend = importlib.import_module(f"{__name__}.{name}").attend
+    if chosen == "cpu" and not on_cpu:
+        raise ConfigError(f"the cpu backend cannot attend on {device}; use sdpa")
+    if fixed and chosen != "cpu":
+        raise ConfigError(f"deterministic=True needs the cpu backend on a cpu; got backend {name!r} on {device}")
+    attend: Attend = importlib.import_module(f"{__name__}.{chosen}").attend
     return attend

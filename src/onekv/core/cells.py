@@ -337,6 +337,10 @@ class Cells:
         """Apply `rule` to some positions of a row, drop what falls below 0, and restore the order."""
         positions = self.positions(seq).astype(np.int64)
         positions[mask] = rule(positions[mask])
+        if positions[0] >= 0 and (positions[1:] >= positions[:-1]).all():
+            self.row_positions[seq, : positions.size] = positions
+            self._rows_changed(seq)
+            return
         kept = np.flatnonzero(positions >= 0)
         order = kept[np.argsort(positions[kept], kind="stable")]
         for table in self._tables():
@@ -347,10 +351,8 @@ class Cells:
 
     def shared_entries(self, group: int, seq: int, start: int, stop: int) -> NDArray[np.int64]:
         """Entries of a row in [start, stop) whose cell in this group has other owners too."""
-        cells = self.column(group, seq)[start:stop]
-        owners = self.groups[group].owners[cells].copy()
-        owners[:, seq >> 6] &= ~(np.uint64(1) << np.uint64(seq & 63))
-        return start + np.flatnonzero((owners != 0).any(axis=1) & (cells >= 0))
+        found: NDArray[np.int64] = loops.shared(self.column(group, seq)[start:stop], seq, self.groups[group].owners)
+        return start + found
 
     def detach(self, group: int, seq: int, entries: NDArray[np.int64], copies: Slots) -> None:
         """Put copies in the place of a sequence's shared cells; the copied cells lose it as owner. The caller copies keys and values.

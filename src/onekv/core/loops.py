@@ -207,6 +207,20 @@ def count_expired(kind, size, position, owners, next_query):
 
 
 @njit(cache=True)
+def shared(cells, seq, owners):
+    """Indices of the cells that have other owners than `seq`."""
+    found, count = np.empty(cells.size, np.int64), 0
+    for i in range(cells.size):
+        others = np.uint64(0)
+        if cells[i] >= 0:
+            for w in range(owners.shape[1]):
+                others |= owners[cells[i], w] & ~(np.uint64(w == seq >> 6) << np.uint64(seq & 63))
+        found[count] = i
+        count += others != 0
+    return found[:count]
+
+
+@njit(cache=True)
 def disown(cells, seq, owners):
     """Take `seq` from the owners of the given cells (-1 entries are skipped). Cells left without an owner wait for `sweep`."""
     word, bit = seq >> 6, np.uint64(1) << np.uint64(seq & 63)

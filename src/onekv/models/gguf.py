@@ -52,10 +52,12 @@ from transformers.modeling_gguf_pytorch_utils import (
 from transformers.utils import logging as transformers_logging
 
 from onekv.errors import ConfigError, OneKVError, UnsupportedModel
+from onekv.models import linears
 from onekv.models.pull import home
 
-_FORMAT: Final = 2  # of the converted directory; raise it when a rule changes what a file turns into
+_FORMAT: Final = 3  # of the converted directory; raise it when a rule changes what a file turns into
 _STAMP: Final = "onekv.json"
+_INDEX: Final = "blocks.json"
 _BLOCK: Final = 1 << 20
 _FRESH_S: Final = 2.0  # a file changed this recently may change again within the clock's tick, so its digest is not remembered
 
@@ -172,6 +174,7 @@ def _convert_into(file: GGUFFile, directory: Path) -> None:
     generation.save_pretrained(directory)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(directory)
+    _write_index(file, _places(file, config, skeleton)[1], directory)
 
 
 @contextlib.contextmanager
@@ -204,6 +207,133 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         bars.enable_progress_bar()
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------------------------
+
+
+class Blocks:
+    """The quantised blocks of a file as groups of `linears`, by the name of the layer they became.
+
+    Q4_0, Q4_1, Q4_K and Q8_0 map without a second rounding of the integers; scales and zeros are rounded to bfloat16. Other types of more
+    than 4 bits become 8 bits. In a file without 4-bit blocks nothing but the output layer is kept in 8 bits.
+
+    Args:
+        path:      the file
+        directory: what it was converted to
+        model:     the model loaded from there, its weights not packed yet
+    """
+
+    def __init__(self, path: Path, directory: Path, model: Any) -> None:
+        noted = json.loads((directory / _INDEX).read_text())
+        self._processor = _processor_of(noted["architecture"], model.config)
+        self._bytes = np.memmap(path, np.uint8, mode="r")
+        weights = model.state_dict()
+        stored = {weights[name].data_ptr(): _Tensor(*tensor) for name, tensor in noted["tensors"].items()}
+        # By address: the output layer may be tied to the embedding, and is then stored under the embedding's name only.
+        self._tensors = {
+            name: stored[module.weight.data_ptr()]
+            for name, module in model.named_modules()
+            if type(module) is torch.nn.Linear and module.weight.data_ptr() in stored
+        }
+        head = model.get_output_embeddings()
+        self._head = next((name for name, module in model.named_modules() if module is head), None)
+        self._has_four_bits = any(tensor.kind in _FOUR_BITS for tensor in self._tensors.values())
+
+    def __call__(self, name: str, weight: torch.Tensor) -> linears.Groups | None:
+        """The groups of a layer's weight [N, K]; None: round the weight itself."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        read: Callable[[Any], linears.Groups] | None = _FOUR_BITS.get(tensor.kind)
+        if read is None and (self._has_four_bits or name == self._head):
+            if tensor.kind in _MORE_BITS:
+                return linears.eight_bits(weight) if weight.shape[1] % linears.GROUP == 0 else None
+            read = _EIGHT_BITS.get(tensor.kind)
+        if read is None:
+            return None
+        # transformers reorders the rows of some weights; the processor is given their numbers to learn the order.
+        order = self._processor.process(np.arange(weight.shape[0])[:, None], name=tensor.name).weights[:, 0]
+        data = self._bytes[tensor.start : tensor.start + tensor.size].reshape(weight.shape[0], -1)[order]
+        return read(data) if _stands_for(data, tensor.kind, weight) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Where a tensor lies in a file: `size` bytes from `start`."""
+
+    name: str
+    kind: int
+    start: int
+    size: int
+
+
+def _write_index(file: GGUFFile, place: Mapping[str, str], directory: Path) -> None:
+    tensors = {
+        place[t.name]: (t.name, int(t.tensor_type), int(t.data_offset), int(t.n_bytes)) for t in file.reader.tensors if t.name in place
+    }
+    (directory / _INDEX).write_text(json.dumps({"architecture": file.architecture, "tensors": tensors}))
+
+
+def _stands_for(data: Any, kind: int, weight: torch.Tensor) -> bool:
+    """Whether rows of blocks are those that a weight was dequantised from, judged by some of the rows."""
+    rows = np.unique(np.linspace(0, weight.shape[0] - 1, 64).astype(np.int64))
+    values = torch.from_numpy(package.quants.dequantize(data[rows], _TYPES(kind)))
+    found = weight.detach()[torch.from_numpy(rows)]
+    return values.shape == found.shape and torch.equal(values.to(weight.dtype), found)
+
+
+def _halves(raw: Any) -> torch.Tensor:
+    """Pairs of bytes [..., 2] as float16 -> [...] float32."""
+    return torch.from_numpy(np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32))
+
+
+def _split(data: Any, block_bytes: int) -> Any:
+    """Rows of bytes -> [N, blocks, bytes of a block]."""
+    return data.reshape(data.shape[0], -1, block_bytes)
+
+
+def _unpacked(raw: Any) -> torch.Tensor:
+    """Bytes [N, blocks, 16], the low halves first -> integers [N, 32 * blocks]."""
+    return torch.from_numpy(np.concatenate((raw & 15, raw >> 4), -1).reshape(raw.shape[0], -1))
+
+
+def _q4_0(data: Any) -> linears.Groups:
+    blocks = _split(data, 18)
+    scale = _halves(blocks[..., :2])
+    return linears.nibbles(_unpacked(blocks[..., 2:]), scale, torch.zeros_like(scale))
+
+
+def _q4_1(data: Any) -> linears.Groups:
+    blocks = _split(data, 20)
+    scale, least = _halves(blocks[..., :2]), _halves(blocks[..., 2:4])
+    return linears.nibbles(_unpacked(blocks[..., 4:]), scale, least + 8 * scale)
+
+
+def _q4_k(data: Any) -> linears.Groups:
+    """8 groups of 32 a block: 6 bits each for scale and minimum, times the block's two factors."""
+    blocks = _split(data, 144)
+    factor, least = _halves(blocks[..., :2])[..., None], _halves(blocks[..., 2:4])[..., None]
+    low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    scales = np.concatenate((low & 63, (high & 15) | ((low >> 2) & 48)), -1)
+    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 2) & 48)), -1)
+    raw = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
+    q = np.concatenate((raw & 15, raw >> 4), -2).reshape(blocks.shape[0], -1)
+    rows = blocks.shape[0]
+    scale = (factor * torch.from_numpy(scales)).reshape(rows, -1)
+    return linears.nibbles(torch.from_numpy(q), scale, 8 * scale - (least * torch.from_numpy(minima)).reshape(rows, -1))
+
+
+def _q8_0(data: Any) -> linears.Groups:
+    blocks = _split(data, 34)
+    values = np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(blocks.shape[0], -1)
+    return linears.bytes_in_groups(torch.from_numpy(values), _halves(blocks[..., :2]))
+
+
+_TYPES: Final = package.GGMLQuantizationType
+_FOUR_BITS: Final[dict[int, Callable[[Any], linears.Groups]]] = {_TYPES.Q4_0: _q4_0, _TYPES.Q4_1: _q4_1, _TYPES.Q4_K: _q4_k}
+_EIGHT_BITS: Final[dict[int, Callable[[Any], linears.Groups]]] = {_TYPES.Q8_0: _q8_0}
+_MORE_BITS: Final[frozenset[int]] = frozenset({_TYPES.Q5_0, _TYPES.Q5_1, _TYPES.Q5_K, _TYPES.Q6_K, _TYPES.Q8_1, _TYPES.Q8_K})
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------------
@@ -310,6 +440,19 @@ def _check_outside(file: GGUFFile) -> None:
 # --- weights ------------------------------------------------------------------------------------------------------------------------
 
 
+def _processor_of(architecture: str, config: Config) -> Any:
+    """What transformers does to the tensors of a file after reading them."""
+    processor_of: Any = _PROCESSORS.get(architecture, TensorProcessor)
+    return processor_of(config=config.to_dict())
+
+
+def _places(file: GGUFFile, config: Config, skeleton: nn.Module) -> tuple[Any, dict[str, str]]:
+    """The processor, and for each tensor the name of the weight that it becomes."""
+    processor = _processor_of(file.architecture, config)
+    weights_map: Any = get_gguf_hf_weights_map
+    return processor, weights_map(skeleton, processor, model_type=file.architecture)
+
+
 def _weights_of(file: GGUFFile, config: Config, skeleton: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the file as the weight it becomes, float32; tied weights once.
 
@@ -318,10 +461,7 @@ def _weights_of(file: GGUFFile, config: Config, skeleton: nn.Module) -> dict[str
         ConfigError: a shape that the metadata does not ask for.
     Cost: 4 bytes a weight.
     """
-    processor_of: Any = _PROCESSORS.get(file.architecture, TensorProcessor)
-    processor = processor_of(config=config.to_dict())
-    weights_map: Any = get_gguf_hf_weights_map
-    place: dict[str, str] = weights_map(skeleton, processor, model_type=file.architecture)
+    processor, place = _places(file, config, skeleton)
     shapes = {name: weight.shape for name, weight in skeleton.state_dict().items()}
     for name, shape in file.tensors.items():
         if name in file.followed:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -27,10 +27,12 @@ from onekv.core.batch import Batch
 from onekv.core.loops import FARTHEST
 from onekv.core.window import Window
 from onekv.errors import BatchError, ConfigError, UnsupportedModel
-from onekv.models import gguf
-from onekv.models.hooks import Hooked, RecurrentState
+from onekv.models import gguf, linears
+from onekv.models.fused import Fused, joins, serves
+from onekv.models.hooks import Hooked, RecurrentState, Sink
 from onekv.models.probe import read_layers, read_ropes, read_states
 from onekv.models.pull import NAMED_MODELS
+from onekv.models.rows import dependence
 from onekv.models.text import Text
 from onekv.storage import LayerSpec, owning_layers
 
@@ -46,6 +48,8 @@ _NOT_IDENTITY: Final = (
     "quantization_config",
 )
 _SAMPLES: Final = 16
+# What `load_model` packed a transformers model for; by reference only, so that neither keeps the other.
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[Model]] = weakref.WeakKeyDictionary()
 
 
 class Model:
@@ -60,6 +64,10 @@ class Model:
 
     Rotary frequencies that transformers changes with the length of its input (dynamic NTK, LongRoPE) are fixed, during a forward of this
     class only, to those of the whole context.
+
+    Attributes:
+        weights: how `load_model` packed the weights; None: they are the transformers model's own
+        deterministic: whether a row's result has the same bits whatever other rows are evaluated with it, attention aside
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -69,11 +77,15 @@ class Model:
             raise ConfigError(f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM")
         self._hooked = Hooked(cast(Any, model).eval())
         self._tokenizer = tokenizer
+        self.weights: linears.Kind | None = None
+        self.deterministic = False
+        self._packed_bytes = 0
+        self._fused: Fused | None = None
         self._matching: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
     @property
     def transformers_model(self) -> PreTrainedModel:
-        """The model this was built from."""
+        """The model this was built from. With packed weights it still runs, somewhat slower, but cannot be trained or saved."""
         return self._hooked.model
 
     @property
@@ -97,6 +109,15 @@ class Model:
         """The model's context: positions are below it. Where the config names no limit, the most a cache can hold."""
         limit = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return limit if isinstance(limit, int) and limit > 0 else FARTHEST + 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights and buffers, packed ones as they are kept; shared ones once."""
+        model = self._hooked.model
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in (*model.parameters(), *model.buffers())
+        }
+        return sum(storages.values()) + self._packed_bytes
 
     @cached_property
     def text(self) -> Text:
@@ -148,7 +169,10 @@ class Model:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the model: equal for the same config and weights, whatever float dtype they were loaded in. 16 hex digits."""
+        """Identity of the model: equal for the same config and weights, whatever dtype or packing they were loaded in. 16 hex digits.
+
+        So sequences saved with one kind of weights go on with another; their keys and values then differ by the rounding of the weights.
+        """
         config = {k: v for k, v in self.config.to_diff_dict().items() if k not in _NOT_IDENTITY}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
         for name, weight in sorted(self._hooked.model.named_parameters()):
@@ -176,17 +200,58 @@ class Model:
         sink = _StepSink(step, self._hooked, self.layers, self._owner)
         kinds, _ = self._states
         states = {i: kind.filled(step.read_states(i)) for i, kind in kinds.items()}
-        running = self._hooked.begin(sink, positions, self._shared, ubatch.num_sets if kinds else 1, states)
+        num_seqs = ubatch.num_sets if kinds else 1
         if ubatch.tokens is not None:
-            logits = self._hooked.run(running, tokens=torch.from_numpy(ubatch.tokens).to(self.device), keep=keep)
+            tokens = torch.from_numpy(ubatch.tokens).to(self.device)
+            logits, after = self._evaluate(sink, positions, keep, num_seqs, states, tokens=tokens)
         else:
             embeddings = torch.as_tensor(ubatch.embeddings).to(self.device, self._hooked.model.dtype)
-            logits = self._hooked.run(running, embeddings=embeddings, keep=keep)
+            logits, after = self._evaluate(sink, positions, keep, num_seqs, states, embeddings=embeddings)
         sink.check()
-        for i in kinds:
-            step.store_states(i, RecurrentState.of(running.cache.linear[i]).tensors)
+        for i, state in after.items():
+            step.store_states(i, state.tensors)
         # Made outside of inference mode, so that a sampler may change it in place.
         return logits.to(torch.float32, copy=True)
+
+    def _evaluate(
+        self,
+        sink: Sink,
+        positions: Tensor,
+        keep: Tensor,
+        num_seqs: int = 1,
+        states: Mapping[int, RecurrentState] | None = None,
+        **rows: Tensor,
+    ) -> tuple[Tensor, dict[int, RecurrentState]]:
+        """rows: tokens [T] or embeddings [T, E] -> logits [n, V], and recurrent states after the rows."""
+        if self._fused is not None:
+            return self._fused.run(sink, self.layers, positions, keep=keep, **rows), {}
+        running = self._hooked.begin(sink, positions, self._shared, num_seqs, states)
+        return self._hooked.run(running, keep=keep, **rows), running.states
+
+    def _pack(self, kind: linears.Kind, blocks: linears.Blocks | None, deterministic: bool) -> None:
+        """Pack the weights, once. The transformers model must be nobody else's.
+
+        Raises:
+            UnsupportedModel: deterministic, and rows of this family depend on each other by more than attention.
+        """
+        model = self._hooked.model
+        if deterministic and self._hooked.recurrent:
+            raise UnsupportedModel(f"{self._hooked.name}: deterministic=True cannot be kept by recurrent layers: their rows come in parts")
+        _ = self.fingerprint  # of the weights as they were loaded
+        is_fused = serves(model)
+        found = joins(model) if is_fused else []
+        self._packed_bytes = linears.pack(model, kind, joins=found, blocks=blocks, deterministic=deterministic)
+        if is_fused:
+            self._fused = Fused(self._hooked, deterministic)
+        self.weights, self.deterministic = kind, deterministic
+        if deterministic:
+            differs = dependence(
+                lambda sink, tokens, positions, keep: self._evaluate(sink, positions, keep, tokens=tokens)[0],
+                self.vocab_size,
+                self.max_positions,
+            )
+            if differs is not None:
+                raise UnsupportedModel(f"{self._hooked.name}: deterministic=True cannot be kept; not equal to the bit: {differs}")
 
     def extend(self, cache: KVCache, seqs: Sequence[Any], tokens: Sequence[Sequence[int]], *, max_ubatch: int = 512) -> Tensor:
         """Feed each sequence its next tokens, all in one batch.
@@ -228,7 +293,8 @@ class Model:
         return torch.stack([row for row in last if row is not None])
 
     def __repr__(self) -> str:
-        return f"Model({self._hooked.name}, {self._hooked.model.dtype}, {self.device})"
+        weights = "" if self.weights is None else f"{self.weights} weights, "
+        return f"Model({self._hooked.name}, {weights}{self._hooked.model.dtype}, {self.device})"
 
     @cached_property
     def _owner(self) -> list[int]:
@@ -352,43 +418,61 @@ def load_model(
     Args:
         name_or_path: a .gguf file, a directory in transformers' format, the name of a model fetched by `onekv pull`, or a name on the
             Hugging Face hub (needs the network unless it is in the local hub cache)
-        weights: "float32"; "auto" is the same for now
-        deterministic: not available yet; True is refused
+        weights: how weights are kept and multiplied. On cpu they are packed, so that the model can no longer be trained or saved.
+            "float32":  4 bytes a weight.
+            "bfloat16": 2 bytes a weight; embeddings, norms and activations too, as transformers does.
+            "int4":     groups of 32 weights in 4 bits; a GGUF's 4-bit blocks are taken over without rounding their integers again, the
+                        output layer and what the file has in more bits are kept in 8. Where the processor has bfloat16, many rows are
+                        multiplied in it, with another copy of the weights. cpu only.
+            "auto":     bfloat16 where the processor has instructions for it and the model runs on cpu, else float32.
+        deterministic: a row has the same bits whatever other rows are evaluated with it, and however many; attention is the cache's
+            part (`KVCache(deterministic=True)`). One weight kernel for every number of rows: int4 for all of them. cpu only.
     Raises:
         ConfigError: nothing by that name, a damaged file, or a setting that is not available; says what to do.
-        UnsupportedModel: a GGUF whose metadata holds something the conversion would lose.
+        UnsupportedModel: a GGUF whose metadata holds something the conversion would lose, or a family that cannot be deterministic.
     Cost: a GGUF is converted at its first load (some 10 s for 135M weights) and kept under `home()/converted`.
     """
-    if weights not in ("auto", "float32"):
-        raise ConfigError(f'weights must be "auto" or "float32", got {weights!r}; other kinds are not available yet')
-    if deterministic:
-        raise ConfigError("deterministic=True is not available yet")
-    source, is_local = _locate(str(name_or_path))
+    device = torch.device(device)
+    kind = linears.resolve(weights, device)
+    if deterministic and device.type != "cpu":
+        raise ConfigError(f"deterministic=True is kept on cpu only, the device is {device}")
+    source, is_local, blocks_path = _locate(str(name_or_path))
     try:
         with gguf.quiet() if is_local else contextlib.nullcontext():
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=is_local)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=linears.dtype_of(kind), local_files_only=is_local)
             tokenizer = None
             if not is_local or any((Path(source) / name).exists() for name in _TOKENIZER_FILES):
                 tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load {name_or_path}: {str(error).strip().splitlines()[0]}") from error
-    return Model(model.to(device), tokenizer)
+    loaded = Model(model.to(device), tokenizer)
+    if device.type == "cpu":
+        blocks = gguf.Blocks(blocks_path, Path(source), model) if kind == "int4" and blocks_path is not None else None
+        loaded._pack(kind, blocks, deterministic)
+        _loaded[model] = weakref.ref(loaded)
+    return loaded
 
 
-def _locate(name: str) -> tuple[str, bool]:
-    """What to give to from_pretrained, and whether it is on this machine."""
+def loaded_as(model: PreTrainedModel) -> Model | None:
+    """The living Model that `load_model` packed a transformers model for; None if there is none."""
+    reference = _loaded.get(model)
+    return None if reference is None else reference()
+
+
+def _locate(name: str) -> tuple[str, bool, Path | None]:
+    """What to give to from_pretrained, whether it is on this machine, and the GGUF file it was converted from."""
     if name in NAMED_MODELS:
         path = NAMED_MODELS[name].path
         if not path.is_file():
             raise ConfigError(f"{name} is not on this machine; fetch it with: onekv pull {name}")
-        return str(gguf.converted(path)), True
+        return str(gguf.converted(path)), True, path
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
-        return str(gguf.converted(path)), True
+        return str(gguf.converted(path)), True, path
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json; it is no model directory")
-        return str(path), True
+        return str(path), True, None
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ConfigError(f"there is no {path}")
-    return name, False
+    return name, False, None

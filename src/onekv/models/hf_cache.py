@@ -32,7 +32,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from onekv.cache import KVCache, Plan, SeqLike, Sequence
 from onekv.core.batch import Batch
 from onekv.errors import BatchError, ConfigError, OneKVError
-from onekv.models.hf import Model
+from onekv.models.hf import Model, loaded_as
 from onekv.storage import LayerSpec
 
 Bools = NDArray[np.bool_]
@@ -377,16 +377,17 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     Args:
         model:     a Model or a transformers model; the latter is put into evaluation mode
         num_cells: as for `KVCache`
-        settings:  anything else `KVCache` takes; device, vocab_size and fingerprint come from the model unless given here
+        settings:  anything else `KVCache` takes; device, vocab_size, deterministic and fingerprint come from the model unless given here
     Raises:
         UnsupportedModel: names the part of the model that cannot be served exactly.
         ConfigError: a setting that cannot work.
         The model is not attached in either case.
     Cost: three forwards of two or three rows, unless a Model was probed before.
     """
-    mine = model if isinstance(model, Model) else Model(model)  # probed anew: weights and code may have changed
+    # Packed weights cannot have changed; others, and code, may have: probed anew.
+    mine = model if isinstance(model, Model) else loaded_as(model) or Model(model)
     known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
-    known["row_by_row"] = mine.row_by_row
+    known |= {"row_by_row": mine.row_by_row, "deterministic": mine.deterministic}
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
     kv = KVCache(mine.layers, num_cells, **(known | settings))

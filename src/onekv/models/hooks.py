@@ -128,6 +128,12 @@ class Pass:
         self._stored: set[int] = set()
         self._is_gathered = False  # what the latest layer to store goes on with
 
+    @property
+    def states(self) -> dict[int, RecurrentState]:
+        """What recurrent layers hold: after the forward, the states after its rows. Layers that keep none are left out."""
+        held = {i: RecurrentState.of(layer) for i, layer in self.cache.linear.items()}
+        return {i: state for i, state in held.items() if state.tensors}
+
     def mask(self, rule: MaskRule, device: torch.device, dtype: torch.dtype) -> Tensor:
         """A marker that stands for the rule's window; for a model that attends itself what it adds to its scores, [S, 1, T, N]."""
         if not self.attends_itself:

@@ -284,9 +284,7 @@ def _run(
     num_seqs = num_seqs or (len(tokens) if hooked.recurrent else 1)
     running = hooked.begin(sink, torch.tensor(positions, device=device), None, num_seqs, states)
     rows = torch.arange(len(tokens) - keep, len(tokens), device=device)
-    logits = hooked.run(running, tokens=torch.tensor(tokens, device=device), keep=rows).float()
-    after = {i: RecurrentState.of(layer) for i, layer in running.cache.linear.items()}
-    return logits, {i: state for i, state in after.items() if state.tensors}
+    return hooked.run(running, tokens=torch.tensor(tokens, device=device), keep=rows).float(), running.states
 
 
 def _check_own_attention(hooked: Hooked, vocab_size: int, positions: list[int]) -> None:
