@@ -150,6 +150,11 @@ def test_inspect_prints_what_a_file_holds(monkeypatch: pytest.MonkeyPatch, capsy
     assert "one sequence" in out
     assert "0 to 4" in out
     assert "group 0 Window.full(): 5 cells, 1 layers, 1 heads of 2 and 1, float32 keys, float32 values" in out
+    assert "recurrent" not in out
+    hybrid = KVCache([*cache.layers, LayerSpec(0, 0, states=((500, 500), (2,)))], 8)
+    hybrid.save(tmp_path / "hybrid.safetensors")
+    assert run(monkeypatch, "inspect", str(tmp_path / "hybrid.safetensors")) == 0
+    assert "recurrent states: 1 layers, 1.0 MB a sequence" in capsys.readouterr().out
     wide = KVCache([LayerSpec(2, 64)], 8, k_dtype="q8_0", v_dtype="q4_0")
     wide.save(tmp_path / "wide.safetensors")
     assert run(monkeypatch, "inspect", str(tmp_path / "wide.safetensors")) == 0

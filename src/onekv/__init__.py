@@ -22,6 +22,7 @@ from onekv.errors import (
     RequestTooLarge,
     ShiftError,
     StateError,
+    StateLost,
     UnsupportedModel,
     WindowLost,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Sequence",
     "ShiftError",
     "StateError",
+    "StateLost",
     "Step",
     "Ubatch",
     "UnsupportedModel",

@@ -25,12 +25,12 @@ from onekv.attention.sdpa import Entries, entries_of
 from onekv.codecs import converted
 from onekv.config import CacheConfig
 from onekv.core import loops
-from onekv.core.batch import Batch, Ubatch, as_seq_id, split as cut
+from onekv.core.batch import Batch, Ubatch, as_seq_id, columns, split as cut
 from onekv.core.cells import Cells, Committed, Rule, Slots, is_empty_span
 from onekv.core.placement import find_slots, not_enough, plan_slots
-from onekv.errors import BatchError, CacheFull, ConfigError, OneKVError, ShiftError, StateError, WindowLost
+from onekv.errors import BatchError, CacheFull, ConfigError, OneKVError, ShiftError, StateError, StateLost, WindowLost
 from onekv.rope import rotate
-from onekv.storage import KVStore, LayerSpec, layer_groups
+from onekv.storage import KVStore, LayerSpec, StateBank, layer_groups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 SeqLike = Any  # an int or a Sequence
@@ -109,6 +109,8 @@ class KVCache:
         vocab_size: int | None = None,
         fingerprint: str = "",
         no_shift: str | None = None,
+        checkpoints: int = 4,
+        row_by_row: bool = False,
         deterministic: bool = False,
     ) -> None:
         self.config = CacheConfig(
@@ -126,6 +128,8 @@ class KVCache:
             vocab_size=vocab_size,
             fingerprint=fingerprint,
             no_shift=no_shift,
+            checkpoints=checkpoints,
+            row_by_row=row_by_row,
         )
         self.layers = tuple(layers)
         windows, self._layer_group = layer_groups(self.layers)
@@ -135,6 +139,7 @@ class KVCache:
         self.cells = Cells(windows, sizes, max_seqs)
         cells = [sizes[g] for g in self._layer_group]
         self.store = KVStore(self.layers, cells, k_dtype, v_dtype, self.config.device, self.config.v_layout, hadamard)
+        self.states = StateBank(self.layers, checkpoints, self.config.device)
         self._attend = find_backend(backend, self.config.device, deterministic)
         self._fixed = deterministic
         self._entered = threading.RLock()
@@ -168,6 +173,7 @@ class KVCache:
     def clear(self, data: bool = True) -> None:
         """Empty all cells of all sequences; data=True also zeroes the keys and values."""
         self.cells.clear()
+        self.states.clear()
         self._turned.clear()
         if data:
             self.store.zero()
@@ -176,28 +182,69 @@ class KVCache:
     def seq_rm(self, seq: SeqLike, p0: int = -1, p1: int = -1) -> bool:
         """Remove positions [p0, p1) of a sequence, or of every sequence (-1). Negative p0: from the start; negative p1: to the end.
 
-        Always succeeds. On windowed layers ask `can_continue_at` before feeding the sequence again.
+        Always succeeds where all layers attend. On windowed layers ask `can_continue_at` before feeding the sequence again. With
+        recurrent layers a sequence can lose everything, or a tail back to a position whose state is kept; else False, and nothing changes.
         Cost: O(entries of the sequence); frees cells, moves no data.
-        Source: spec 2.4.
+        Source: spec 2.4, 5.6.
         """
-        self.cells.seq_rm(self._seq(seq, every=True), *_span(p0, p1))
+        number, (p0, p1) = self._seq(seq, every=True), _span(p0, p1)
+        chosen = self.cells.present() if number == -1 else [number]
+        if not all(self._can_remove(s, p0, p1) for s in chosen):
+            return False
+        for s in chosen:
+            self._remove(s, p0, p1)
         return True
+
+    def _can_remove(self, seq: int, p0: int, p1: int) -> bool:
+        """Whether the states can follow when a sequence loses the positions [p0, p1)."""
+        if not self.states:
+            return True
+        start, stop = self.cells.span(seq, p0, p1)
+        return start == stop or (stop == self.cells.length(seq) and self.states.has(seq, start))
+
+    def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        self.cells.seq_rm(seq, p0, p1)
+        self.states.truncate(seq, self.cells.length(seq))
 
     @_changes_cells
     def seq_cp(self, src: SeqLike, dst: SeqLike, p0: int = -1, p1: int = -1) -> None:
         """Let `dst` share the cells of `src` at positions [p0, p1). Copies a few bytes per entry and no keys or values.
 
-        Cells `dst` already owns are skipped.
+        Cells `dst` already owns are skipped. With recurrent layers `dst` gets the state too, and becomes what `src` was at some moment.
 
         Raises:
-            BatchError: `dst` holds another cell at a copied position; nothing has changed.
+            BatchError: `dst` holds another cell at a copied position.
+            StateLost: recurrent layers, and `dst` would not be a beginning of `src`, or one whose state is not kept.
+            Nothing has changed in either case.
         """
-        self.cells.seq_cp(self._seq(src), self._seq(dst), *_span(p0, p1))
+        source, target, (p0, p1) = self._seq(src), self._seq(dst), _span(p0, p1)
+        stop = self._copied_state(source, target, *self.cells.span(source, p0, p1)) if self.states else 0
+        self.cells.seq_cp(source, target, p0, p1)
+        if stop:
+            self.states.copy(source, target, stop)
+
+    def _copied_state(self, src: int, dst: int, start: int, stop: int) -> int:
+        """Which state of `src`, as rows seen, `dst` takes over with the rows [start, stop); 0 if it gets no row."""
+        held = self.cells.length(dst)
+        if src == dst or start >= stop:
+            return 0
+        shared = min(held, stop)
+        columns = [(self.cells.column(g, src)[:shared], self.cells.column(g, dst)[:shared]) for g in range(len(self.cells.groups))]
+        if held < start or not all(np.array_equal(*pair) for pair in columns):
+            raise StateLost(f"recurrent states cannot follow: sequence {dst} would not be a beginning of sequence {src} after this copy")
+        if held >= stop:
+            return 0
+        if not self.states.has(src, stop):
+            raise self._lost(src, int(self.cells.positions(src)[stop]))
+        return stop
 
     @_changes_cells
     def seq_keep(self, seq: SeqLike) -> None:
         """Remove every other sequence."""
-        self.cells.seq_keep(self._seq(seq))
+        kept = self._seq(seq)
+        for s in self.cells.present():
+            if s != kept:
+                self._remove(s)
 
     def seq_pos_min(self, seq: SeqLike) -> int:
         """Smallest position of a sequence that still has a cell, -1 if it has none."""
@@ -210,9 +257,37 @@ class KVCache:
     def can_continue_at(self, seq: SeqLike, pos: int) -> bool:
         """True iff everything a query of this sequence at position `pos` may see is still there.
 
-        False only where a window has given up cells: then remove the tail back to a position for which it is true.
+        False only where a window has given up cells, or where a recurrent layer's state is not kept: then remove the tail back to a
+        position for which it is true.
         """
-        return self.cells.can_continue_at(self._seq(seq), _integer("pos", pos))
+        number, pos = self._seq(seq), _integer("pos", pos)
+        if self.states and not self.states.has(number, self.cells.span(number, pos, -1)[0]):
+            return False
+        return self.cells.can_continue_at(number, pos)
+
+    def _lost(self, seq: int, pos: int) -> StateLost:
+        """The error for a sequence whose state at a position is not kept."""
+        positions, counts = self.cells.positions(seq), self.states.kept(seq)
+        kept = [int(positions[count - 1]) + 1 for count in counts]
+        before = max((p for p in kept if p < pos), default=int(positions[0]) if positions.size else 0)
+        return StateLost(
+            f"recurrent states of sequence {seq} are kept for positions {kept}, not for {pos}; remove the tail from {before} on and feed "
+            "again from there, or fork where you may want to go back",
+            seq=seq,
+            stored=before,
+            given=pos,
+        )
+
+    def _check_continues(self, seq: int, pos: int) -> None:
+        if not self.cells.can_continue_at(seq, pos):
+            raise WindowLost(
+                f"sequence {seq} cannot continue at position {pos}: its window has given up cells there; feed it from an earlier one",
+                seq=seq,
+                stored=self.cells.seq_pos_max(seq),
+                given=pos,
+            )
+        if not self.can_continue_at(seq, pos):
+            raise self._lost(seq, pos)
 
     # --- shifting positions -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +310,8 @@ class KVCache:
         Cells with other owners are first copied (`shared_shift="copy"`), moved for all owners ("move") or refused ("error").
 
         Raises:
-            ShiftError: this cache cannot shift, or "error" and a cell is shared.
+            ShiftError: this cache cannot shift, or "error" and a cell is shared; or, with recurrent layers, a token would be dropped or
+                change its place, or "move" and a cell is shared.
             CacheFull: the copies do not fit.
             BatchError: a position would exceed the largest.
             Nothing has changed in any of these cases.
@@ -267,9 +343,16 @@ class KVCache:
             self.update()
         start, stop = self.cells.span(seq, p0, p1)
         new = self.cells.ruled(seq, start, stop, rule)
+        if self.states:
+            after = self.cells.positions(seq).astype(np.int64)
+            after[start:stop] = new
+            if (new < 0).any() or (np.diff(after) < 0).any():
+                raise ShiftError(f"recurrent states of sequence {seq} cannot follow: this shift would drop tokens or change their order")
         changes = new != self.cells.positions(seq)[start:stop]
         shared = [self.cells.shared_entries(g, seq, start, stop) for g in range(len(self.cells.groups))]
         shared = [entries[changes[entries - start]] for entries in shared]
+        if self.states and self.config.shared_shift == "move" and any(entries.size for entries in shared):
+            raise ShiftError("with recurrent layers a shift cannot move shared cells for all owners; use shared_shift='copy'")
         if self.config.shared_shift == "move" or not any(entries.size for entries in shared):
             return
         if self.config.shared_shift == "error":
@@ -312,6 +395,8 @@ class KVCache:
         start, stop = self.cells.span(seq, p0, p1)
         if start == stop:
             return
+        if not self._can_remove(seq, p0, p1):
+            raise self._lost(seq, int(self.cells.positions(seq)[start]))
         positions = self.cells.positions(seq)
         low, high = max(p0, 0), p1 if p1 >= 0 else int(positions[-1]) + 1
         kept = np.concatenate([np.arange(start), np.arange(stop, positions.size)])
@@ -326,7 +411,7 @@ class KVCache:
         has_tail = stop < positions.size
         if has_tail:
             self._prepare_shift(seq, high, -1, lambda old: old - (high - low))
-        self.cells.seq_rm(seq, low, high)
+        self._remove(seq, low, high)
         if has_tail:
             self.cells.seq_add(seq, high, -1, low - high)
 
@@ -388,12 +473,14 @@ class KVCache:
 
     @_changes_cells
     def reorder(self, seqs: Listing[SeqLike], sources: Listing[SeqLike]) -> None:
-        """One simultaneous permutation: seqs[i] becomes what sources[i] was (beam search). Copies rows, no keys or values.
+        """One simultaneous permutation: seqs[i] becomes what sources[i] was (beam search). Copies rows, no keys, values or states.
 
         Raises:
             BatchError: lengths differ, or a sequence is named twice among `seqs`.
         """
-        self.cells.reorder([self._seq(s) for s in seqs], [self._seq(s) for s in sources])
+        numbers, origins = [self._seq(s) for s in seqs], [self._seq(s) for s in sources]
+        self.cells.reorder(numbers, origins)
+        self.states.reorder(numbers, origins)
 
     # --- files ------------------------------------------------------------------------------------------------------------------
 
@@ -402,7 +489,7 @@ class KVCache:
         """Write one sequence, or the whole cache (None), to a path or a binary file. Returns how many tokens were saved.
 
         A sequence is saved with what the next query may see: cells that a window hides from it are left out. A whole cache is saved as it
-        is. A path gets the whole file or stays as it was.
+        is. Of recurrent states, those where the sequences stand. A path gets the whole file or stays as it was.
 
         Args:
             progress: called with (bytes done, bytes in all)
@@ -420,7 +507,8 @@ class KVCache:
             if number is not None:
                 for group, column in zip(cells.groups, columns, strict=True):
                     column[~group.window.visible(cells.positions(s), cells.seq_pos_max(s) + 1)] = -1
-            rows.append(files.SavedRow(s, cells.positions(s).copy(), cells.tokens(s).copy(), columns, axes))
+            states = {i: [t[0] for t in self.states.gather(i, [s])] for i in self.states.shapes if cells.length(s)}
+            rows.append(files.SavedRow(s, cells.positions(s).copy(), cells.tokens(s).copy(), columns, axes, states))
         for g, group in enumerate(cells.groups):
             held = group.position >= 0 if number is None else rows[0].columns[g] >= 0
             kept = np.flatnonzero(held) if number is None else rows[0].columns[g][held].astype(np.int64)
@@ -465,7 +553,11 @@ class KVCache:
             spec, store = self.layers[i], self.store
             state.keys[i] = converted(state.keys[i].to(store.device), state.k_codec, store.k_codec, spec.head_dim)
             state.values[i] = converted(state.values[i].to(store.device), state.v_codec, store.v_codec, spec.v_dim)
-        return self._load_whole(state) if number is None else self._load_sequence(state, number)
+        held = [{i: self.states.owned(tensors) for i, tensors in row.states.items()} for row in state.rows]
+        count = self._load_whole(state) if number is None else self._load_sequence(state, number)
+        for row, states in zip(state.rows, held, strict=True):
+            self.states.put(row.seq if number is None else number, row.positions.size, states)
+        return count
 
     def _load_whole(self, state: files.State) -> int:
         counts = [state.num_cells(g) for g in range(len(self.cells.groups))]
@@ -475,6 +567,7 @@ class KVCache:
                     f"the file holds {count} cells, group {g} has {group.num_cells}", needed=count, free=group.num_cells, group=g
                 )
         self.cells.clear()
+        self.states.clear()
         self.store.zero()
         self._write_data(state, [np.arange(count) for count in counts])
         for row in state.rows:
@@ -494,11 +587,11 @@ class KVCache:
             if slots is None:
                 g = next(g for g in range(len(cells.groups)) if self._slots_for(trial, state, g) is None)
                 raise not_enough(trial, g, state.num_cells(g), trial.next_queries(), "cells of the saved sequence")
-            cells.seq_rm(seq)
+            self._remove(seq)
         for g, found in enumerate(slots):
             cells.reclaim(g, found)
         self._write_data(state, slots)
-        cells.seq_rm(seq)
+        self._remove(seq)
         columns = [np.append(found, -1)[column].astype(np.int32) for found, column in zip(slots, row.columns, strict=True)]
         cells.restore(seq, row.positions, row.tokens, columns, row.axes)
         return row.positions.size
@@ -536,8 +629,9 @@ class KVCache:
         searches. The plan is good until the cells change; dropping it costs nothing.
 
         Args:
-            split:  how to cut; "auto" cuts in order, and into equal parts if that does not fit a windowed group
-            causal: False lets rows see later positions; needs one ubatch
+            split:  how to cut; "auto" cuts in order, and into equal parts if that does not fit a windowed group. Recurrent layers need
+                    equal parts
+            causal: False lets rows see later positions; needs one ubatch, and no recurrent layer
 
         Raises:
             BatchError: names row, sequence, stored and given position.
@@ -552,6 +646,8 @@ class KVCache:
             raise ConfigError(f"max_ubatch must be a positive integer, got {max_ubatch!r}")
         if split not in ("auto", "simple", "equal", "sequence"):
             raise ConfigError(f"split must be auto, simple, equal or sequence; got {split!r}")
+        if self.states and (split not in ("auto", "equal") or not causal):
+            raise ConfigError(f'recurrent layers need split="equal" (or "auto") and causal=True, got split={split!r} and causal={causal}')
         for handle in batch.handles:
             self._seq(handle)
         positions = batch.checked(self.cells, self.config.vocab_size)
@@ -562,8 +658,11 @@ class KVCache:
         windowed = any(not group.window.is_full for group in self.cells.groups)
         ways: tuple[Literal["simple", "equal", "sequence"], ...]
         ways = (split,) if split != "auto" else ("simple", "equal") if windowed and causal else ("simple",)
+        ways = ("equal",) if self.states else ways
         for way in ways:
             ubatches = cut(batch, positions, way, max_ubatch, self.config.max_seqs)
+            if self.states and self.config.row_by_row:
+                ubatches = self._row_by_row(batch, positions, ubatches)
             if not causal and len(ubatches) > 1:
                 raise BatchError(f"causal=False needs the whole batch in one ubatch; split={way!r} makes {len(ubatches)} of it")
             try:
@@ -574,6 +673,15 @@ class KVCache:
             else:
                 break
         return Plan(self, ubatches, slots, causal)
+
+    def _row_by_row(self, batch: Batch, positions: NDArray[np.int64], ubatches: list[Ubatch]) -> list[Ubatch]:
+        """Cut every ubatch in which a sequence goes on into one row of each sequence at a time."""
+        started, pieces = set(self.cells.present()), []
+        for ubatch in ubatches:
+            ids = ubatch.ids.tolist()
+            pieces += [ubatch] if started.isdisjoint(ids) else columns(batch, positions, ubatch)
+            started.update(ids)
+        return pieces
 
     def _check_windows(self, batch: Batch, positions: NDArray[np.int64], causal: bool) -> None:
         if all(group.window.is_full for group in self.cells.groups):
@@ -611,8 +719,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, used or not."""
-        return self.store.nbytes
+        """Bytes of all keys and values, used or not, and of the recurrent states kept at this moment."""
+        return self.store.nbytes + self.states.nbytes
 
     def max_step_nbytes(self, max_ubatch: int) -> int:
         """Most bytes the attention of one layer may allocate in a step of `max_ubatch` rows: one sequence fills a group, and every row
@@ -641,7 +749,7 @@ class KVCache:
     def _read(self, layer: int, seq: SeqLike, part: int) -> Tensor:
         if self._open_step is None:
             self.update()
-        column = self.cells.column(self._layer_group[self._layer(layer)], self._seq(seq))
+        column = self.cells.column(self._group(layer), self._seq(seq))
         held = torch.from_numpy(column[column >= 0].astype(np.int64)).to(self.store.device)
         return self.store.gather(layer, held)[part]
 
@@ -650,10 +758,20 @@ class KVCache:
             raise ConfigError(f"layer must be an integer in [0, {len(self.layers)}), got {layer!r}")
         return layer
 
+    def _group(self, layer: int) -> int:
+        """The group whose cells a layer attends over."""
+        group = self._layer_group[self._layer(layer)]
+        if group < 0:
+            raise ConfigError(f"layer {layer} keeps recurrent states and has no cells")
+        return group
+
     @_exclusive
     def snapshot(self, layer: int = 0) -> dict[str, object]:
-        """The cells of a layer's group: {"cells": [[index, position, [owners], shift], ...] of used cells, "head": int, "used": int}."""
-        return self.cells.snapshot(self._layer_group[self._layer(layer)])
+        """The cells of a layer's group: {"cells": [[index, position, [owners], shift], ...] of used cells, "head": int, "used": int}.
+
+        For a layer without cells, those of the first group.
+        """
+        return self.cells.snapshot(max(self._layer_group[self._layer(layer)], 0))
 
     @_exclusive
     def stats(self) -> dict[str, Any]:
@@ -685,12 +803,16 @@ class KVCache:
 
     @_exclusive
     def check(self) -> None:
-        """Compare cells and rows.
+        """Compare cells, rows and recurrent states.
 
         Raises:
             OneKVError: an invariant is broken; the message draws the cells.
         """
         self.cells.check()
+        for seq in range(self.config.max_seqs) if self.states else ():
+            length, kept = self.cells.length(seq), self.states.kept(seq)
+            if kept[-1:] != [length][: length > 0]:
+                raise OneKVError(f"sequence {seq} has {length} rows, its recurrent states have seen {kept}\n{self.draw()}")
 
     @_exclusive
     def draw(self) -> str:
@@ -750,6 +872,7 @@ class Sequence:
 
         Raises:
             WindowLost: a window has given up cells that a query at `pos` would see.
+            StateLost: the state of a recurrent layer at `pos` is not kept.
         """
         self._check_continues(pos)
         return self._fork(pos)
@@ -764,7 +887,9 @@ class Sequence:
         """Remove all positions from `pos` on.
 
         Raises:
-            WindowLost: a window has given up cells that a query at `pos` would see; nothing has changed.
+            WindowLost: a window has given up cells that a query at `pos` would see.
+            StateLost: the state of a recurrent layer at `pos` is not kept.
+            Nothing has changed in either case.
         """
         self._check_continues(pos)
         self.cache.seq_rm(self.id, pos, -1)
@@ -781,6 +906,7 @@ class Sequence:
             ShiftError: "shift", and this cache cannot.
             CacheFull: "shift", and copies of shared cells do not fit.
             WindowLost: the sequence could not go on afterwards, because a window has given up cells it would see.
+            StateLost: a recurrent layer's state cannot follow: "shift", and something follows; or its state at p0 is not kept.
             BatchError: "exact", and what follows was not fed as tokens.
             Nothing has changed in any of these cases.
         """
@@ -807,13 +933,7 @@ class Sequence:
     def _check_continues(self, pos: int) -> None:
         if isinstance(pos, bool) or not isinstance(pos, int | np.integer) or pos < 0:
             raise BatchError(f"a position must be a non-negative integer, got {pos!r}", seq=self.id)
-        if not self.cache.can_continue_at(self.id, pos):
-            raise WindowLost(
-                f"sequence {self.id} cannot continue at position {pos}: its window has given up cells there; feed it from an earlier one",
-                seq=self.id,
-                stored=self.cache.seq_pos_max(self.id),
-                given=int(pos),
-            )
+        self.cache._check_continues(self.id, int(pos))
 
     def free(self) -> None:
         """Remove the sequence from all its cells and give back its id. Freeing twice does nothing."""
@@ -878,6 +998,7 @@ class Plan:
         self.epoch = cache.cells.epoch
         self.position = 0  # of the step that may be entered next
         self.fault: str | None = None
+        self.advanced: set[int] = set()  # sequences whose recurrent states earlier steps have moved on
         self.steps = [Step(self, i, ubatch, chosen) for i, (ubatch, chosen) in enumerate(zip(ubatches, slots, strict=True))]
 
     def __iter__(self) -> Iterator[Step]:
@@ -907,6 +1028,7 @@ class Step:
         self._slots = slots
         self._done: Committed | None = None
         self._stored: set[int] = set()
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._views: list[View] = []
         self._targets: list[Tensor] = []
 
@@ -959,12 +1081,31 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         cache = self.plan.cache
         missing = [i for i in cache.store.physical if i not in self._stored]
+        missing += [i for i in cache.states.shapes if i not in self._states]
         if kind is not None or missing:
             self._undo(f"step {self.index} was undone")
         else:
+            before = cache.states.mark()
+            try:
+                self._advance(cache)
+            except BaseException:
+                cache.states.back_to(before)
+                self._undo(f"step {self.index} was undone")
+                raise
             self._close()
         if kind is None and missing:
             raise OneKVError(f"the step was left before layers {missing} were stored; it was undone")
+
+    def _advance(self, cache: KVCache) -> None:
+        if cache.states:
+            sets = self._sets()
+            counts = [cache.cells.length(members[0]) for members in sets]
+            cache.states.advance(sets, counts, self._states, replace=self.plan.advanced)
+            self.plan.advanced.update(*sets)
+
+    def _sets(self) -> list[tuple[int, ...]]:
+        """The sequences of each set, in the order of the rows."""
+        return list(self.ubatch.seqs[:: len(self.ubatch) // self.ubatch.num_sets])
 
     def _undo(self, fault: str) -> None:
         if self._done is not None:
@@ -976,20 +1117,22 @@ class Step:
         self.plan.cache._open_step = None
         self.plan.position = self.index + 1
         self.plan.epoch = self.plan.cache.cells.epoch
-        self._done, self._views, self._targets = None, [], []
+        self._done, self._views, self._targets, self._states = None, [], [], {}
 
     # --- inside the block -------------------------------------------------------------------------------------------------------
 
     def _group(self, layer: int) -> int:
-        cache = self.plan.cache
-        if cache._open_step is not self:
+        return self._open_cache()._group(layer)
+
+    def _open_cache(self) -> KVCache:
+        if self.plan.cache._open_step is not self:
             raise OneKVError("this step is not open; use it inside its `with` block")
-        return cache._layer_group[cache._layer(layer)]
+        return self.plan.cache
 
     def slots(self, layer: int) -> Slots:
         """Cell of every row in this layer, int64 [n]. Known before the step is entered."""
         cache = self.plan.cache
-        return self._slots[cache._layer_group[cache._layer(layer)]].copy()
+        return self._slots[cache._group(layer)].copy()
 
     def mask(self, layer: int) -> NDArray[np.bool_]:
         """Which cell every row sees, [T, C]: dense and slow, for tests."""
@@ -1005,6 +1148,29 @@ class Step:
         group = self._group(layer)
         self.plan.cache.store.store(layer, self._targets[group], k, v)
         self._stored.add(layer)
+
+    def read_states(self, layer: int) -> list[Tensor]:
+        """Recurrent states of a layer before this step's rows: float32 [S, ...] for each shape of its spec, for the `ubatch.num_sets`
+        sequence sets in the order of the rows; zeros where a sequence begins. A copy.
+
+        Raises:
+            ConfigError: the layer is not recurrent.
+            OneKVError: the step is not open.
+        """
+        cache = self._open_cache()
+        if layer not in cache.states.shapes:
+            raise ConfigError(f"layer {layer!r} is not recurrent; the recurrent ones are {[*cache.states.shapes]}")
+        return cache.states.gather(layer, [members[0] for members in self._sets()])
+
+    def store_states(self, layer: int, states: Listing[Tensor]) -> None:
+        """Hand over the states after this step's rows, shaped as `read_states` gives them. They are copied when the step ends without an
+        exception; do not change them before.
+
+        Raises:
+            ConfigError: a wrong shape or dtype, or the layer is not recurrent.
+            OneKVError: the step is not open.
+        """
+        self._states[layer] = self._open_cache().states.checked(layer, states, self.ubatch.num_sets)
 
     def _entries(self, layer: int) -> Entries:
         """The cells any row sees in this layer, and which each sees. Made once for the layers of a group."""

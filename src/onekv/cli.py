@@ -6,6 +6,7 @@ A mistake of the user's (a missing model, an empty prompt, a prompt that does no
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -149,6 +150,9 @@ def inspect(file: Annotated[Path, typer.Argument(help="A file written by save.")
         heads = f"{spec.num_kv_heads} heads of {spec.head_dim}" + ("" if spec.head_dim == spec.v_dim else f" and {spec.v_dim}")
         dtypes = f"{state.k_codec} keys, {state.v_codec} values"
         _out.print(f"group {g} {window!r}: {state.num_cells(g)} cells, {len(owners)} layers, {heads}, {dtypes}", markup=False)
+    if recurrent := [layer.states for layer in state.layers if layer.states]:
+        count = sum(math.prod(shape) for shapes in recurrent for shape in shapes)
+        _out.print(f"recurrent states: {len(recurrent)} layers, {4 * count / 1e6:.1f} MB a sequence", markup=False)
     _out.print(f"model {state.fingerprint or 'unnamed'}; digest correct", markup=False)
 
 

@@ -33,6 +33,9 @@ class CacheConfig:
         vocab_size:    token ids are in [0, vocab_size); None: not checked
         fingerprint:   identity of the model whose K/V these are; files of another are refused
         no_shift:      why positions of this cache may not shift; None: they may
+        checkpoints:   recurrent layers: how many earlier states of a sequence are kept. A tail can be removed back to these: the end of
+                       the batch before the last, and the ends of those batches that would take longest to evaluate again
+        row_by_row:    recurrent layers: a sequence that has a state takes one row a step (Jamba's cannot take more)
     """
 
     num_cells: int
@@ -49,12 +52,15 @@ class CacheConfig:
     vocab_size: int | None = None
     fingerprint: str = ""
     no_shift: str | None = None
+    checkpoints: int = 4
+    row_by_row: bool = False
 
     def __post_init__(self) -> None:
         _check_count("num_cells", self.num_cells, 2**31 - 1)
         _check_count("max_seqs", self.max_seqs, MAX_SEQS)
         if self.window_cells is not None:
             _check_count("window_cells", self.window_cells, self.num_cells)
+        _check_count("checkpoints", self.checkpoints, 2**31 - 1)
         if self.vocab_size is not None:
             _check_count("vocab_size", self.vocab_size, 2**31 - 1)
         if self.hadamard is not None and not isinstance(self.hadamard, bool):

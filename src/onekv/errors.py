@@ -2,7 +2,8 @@
 
     OneKVError                      misuse that is none of the below, or a broken invariant found by check()
     ├── BatchError (ValueError)     a batch, sequence id, position or token that cannot be accepted
-    │   └── WindowLost              the batch would attend to cells that a sliding window has given up
+    │   ├── WindowLost              the batch would attend to cells that a sliding window has given up
+    │   └── StateLost               a recurrent model's state at that position is not kept
     ├── CacheFull                   not enough cells; carries needed, free, group
     ├── ShiftError                  positions of this cache, or of these shared cells, cannot be shifted
     ├── StateError (ValueError)     a saved file is damaged, foreign, or does not fit this cache
@@ -45,6 +46,11 @@ class BatchError(OneKVError, ValueError):
 class WindowLost(BatchError):
     """The batch would attend to positions whose cells a window has reclaimed. Remove the tail back to a position p
     for which `can_continue_at(seq, p)` is true, and feed the tokens from there again."""
+
+
+class StateLost(BatchError):
+    """A recurrent layer's state cannot follow: it exists for the end of a sequence and for a few earlier positions. `stored` is the last
+    position p before the given one for which `can_continue_at(seq, p)` is true: remove the tail from there, and feed the tokens again."""
 
 
 class CacheFull(OneKVError):

@@ -6,7 +6,8 @@
               seqs.S.tokens [n] int32                       -1 where an embedding was fed
               seqs.S.cells.g [n] int32                      which of group g's n cells each entry has, -1 lost
               seqs.S.axes [2, n] int32                      y and x, only where positions have them
-    metadata  "onekv": JSON: version, whole, layers (geometry, window, rope, source), keys and values (their codecs: dtype and
+              seqs.S.states.I.j float32                     state j of recurrent layer I after all n entries, if there are any
+    metadata  "onekv": JSON: version, whole, layers (geometry, window, rope, source, states), keys and values (their codecs: dtype and
                        Hadamard rotation), fingerprint, sequence ids
               "sha256": of the whole file with these 64 characters zeroed
 
@@ -24,7 +25,7 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -54,13 +55,15 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True, eq=False)
 class SavedRow:
-    """One sequence: its positions [n], token ids [n], per group the index of each entry's cell [n] (-1 lost), and y and x [2, n]."""
+    """One sequence: its positions [n], token ids [n], per group the index of each entry's cell [n] (-1 lost), y and x [2, n], and per
+    recurrent layer its states."""
 
     seq: int
     positions: Int32
     tokens: Int32
     columns: list[Int32]
     axes: Int32 | None = None
+    states: dict[int, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +174,9 @@ def _tensors(state: State) -> dict[str, Tensor]:
             tensors[f"{name}cells.{g}"] = torch.tensor(column, dtype=torch.int32)
         if row.axes is not None:
             tensors[name + "axes"] = torch.tensor(row.axes, dtype=torch.int32)
+        for i, states in row.states.items():
+            for j, tensor in enumerate(states):
+                tensors[f"{name}states.{i}.{j}"] = tensor.cpu().contiguous()
     return tensors
 
 
@@ -283,7 +289,7 @@ def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
     dtypes = state.k_codec.dtype, state.v_codec.dtype
     counts: list[int | None] = [None] * len(windows)
     for i, layer in enumerate(layers):
-        if layer.source is not None:
+        if layer.source is not None or not layer.has_cells:
             continue
         k, v = tensors.pop(f"layers.{i}.k"), tensors.pop(f"layers.{i}.v")
         g = group_of[i]
@@ -296,7 +302,8 @@ def _state(described: dict[str, Any], tensors: dict[str, Tensor]) -> State:
             raise StateError(f"layer {i} holds {k.dtype} and {v.dtype}, its description says {dtypes[0]} and {dtypes[1]}")
         state.keys[i], state.values[i] = k, v
     for seq in seqs:
-        state.rows.append(_row(seq, tensors, [count or 0 for count in counts], windows))
+        row = _row(seq, tensors, [count or 0 for count in counts], windows)
+        state.rows.append(replace(row, states=_states(seq, tensors, layers) if row.positions.size else {}))
     if tensors:
         raise StateError(f"the file holds tensors nobody asked for: {sorted(tensors)[:3]}")
     for g, count in enumerate(counts):
@@ -329,6 +336,14 @@ def _row(seq: int, tensors: dict[str, Tensor], counts: list[int], windows: list[
         if window.is_full and held.size != n:
             raise StateError(f"sequence {seq} lacks cells of layers without a window")
     return SavedRow(seq, positions, tokens, columns, axes)
+
+
+def _states(seq: int, tensors: dict[str, Tensor], layers: tuple[LayerSpec, ...]) -> dict[int, list[Tensor]]:
+    states = {i: [tensors.pop(f"seqs.{seq}.states.{i}.{j}") for j in range(len(spec.states))] for i, spec in enumerate(layers)}
+    for i, held in states.items():
+        if any(t.dtype != torch.float32 or tuple(t.shape) != shape for t, shape in zip(held, layers[i].states, strict=True)):
+            raise StateError(f"sequence {seq}, layer {i}: states {[tuple(t.shape) for t in held]} are not float32 {layers[i].states}")
+    return {i: held for i, held in states.items() if held}
 
 
 def _check_cells(group: int, rows: list[SavedRow], count: int) -> None:

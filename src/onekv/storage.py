@@ -1,13 +1,14 @@
-"""The only owner of K/V memory.
+"""The only owner of K/V memory and of recurrent states.
 
 `LayerSpec` and `Rope` describe one layer as data. `KVStore` holds, for every layer that owns memory, one tensor of keys and one of
 values with a row per cell. It knows nothing of positions or sequences: it is told cells and tensors. How a head becomes bytes is
-`codecs`' business.
+`codecs`' business. `StateBank` holds what recurrent layers keep of each sequence. It knows nothing of cells: it is told sequences and how
+many rows of theirs a state has seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +20,7 @@ from onekv.core.window import Window
 from onekv.errors import ConfigError
 
 VLayout = Literal["rows", "transposed"]
+States = Mapping[int, tuple[Tensor, ...]]  # per recurrent layer, its state tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,16 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One model layer's keys and values.
+    """One model layer's keys and values, and its recurrent states.
 
     Attributes:
-        num_kv_heads: G
+        num_kv_heads: G; 0, with head_dim 0, for a layer that keeps recurrent states and no cells
         head_dim:     D, width of a key head
         value_dim:    width of a value head; None means head_dim
         window:       which positions a query of this layer sees
         source:       index of the layer whose K/V this one reads; None if it has its own. A reading layer never writes
         rope:         how stored keys turn with position; None if they do not (a shift then moves positions only)
+        states:       shapes of the recurrent state tensors this layer keeps of a sequence
     """
 
     num_kv_heads: int
@@ -74,8 +77,15 @@ class LayerSpec:
     window: Window = field(default_factory=Window.full)
     source: int | None = None
     rope: Rope | None = None
+    states: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        shapes = tuple(tuple(shape) for shape in self.states)
+        object.__setattr__(self, "states", shapes)
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for shape in shapes for n in shape):
+            raise ConfigError(f"LayerSpec.states must be shapes of positive integers, got {shapes}")
+        if shapes and [self.num_kv_heads, self.head_dim, self.value_dim, self.source, self.rope] == [0, 0, None, None, None]:
+            return
         for name in ("num_kv_heads", "head_dim", "value_dim"):
             value = getattr(self, name)
             if value is None and name == "value_dim":
@@ -93,13 +103,18 @@ class LayerSpec:
                 )
 
     @property
+    def has_cells(self) -> bool:
+        """Whether the layer attends over cells, its own or another layer's."""
+        return self.num_kv_heads != 0
+
+    @property
     def v_dim(self) -> int:
         """Width of a value head."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
 
 def owning_layers(layers: Sequence[LayerSpec]) -> list[int]:
-    """For each layer the layer whose memory it reads: itself, or where its `source` leads.
+    """For each layer the layer whose memory it reads: itself, or where its `source` leads; -1 for a layer without cells.
 
     Raises:
         ConfigError: a source that is not an earlier owning layer, or whose geometry or window differs.
@@ -107,11 +122,13 @@ def owning_layers(layers: Sequence[LayerSpec]) -> list[int]:
     owner: list[int] = []
     for i, spec in enumerate(layers):
         if spec.source is None:
-            owner.append(i)
+            owner.append(i if spec.has_cells else -1)
             continue
         if isinstance(spec.source, bool) or not isinstance(spec.source, int) or not 0 <= spec.source < i:
             raise ConfigError(f"layer {i} reads layer {spec.source!r}; the source must be an earlier layer (0 to {i - 1})")
         root = owner[spec.source]
+        if root < 0:
+            raise ConfigError(f"layer {i} reads layer {spec.source}, which has no cells")
         other = layers[root]
         if (spec.num_kv_heads, spec.head_dim, spec.v_dim) != (other.num_kv_heads, other.head_dim, other.v_dim):
             raise ConfigError(f"layer {i} reads layer {root} but its heads differ: {spec} and {other}")
@@ -122,16 +139,16 @@ def owning_layers(layers: Sequence[LayerSpec]) -> list[int]:
 
 
 def layer_groups(layers: Sequence[LayerSpec]) -> tuple[list[Window], list[int]]:
-    """The windows of a model's layer groups, the full one first, and for each layer the index of its group.
+    """The windows of a model's layer groups, the full one first, and for each layer the index of its group; -1 without cells.
 
     Raises:
-        ConfigError: no layer, or a source that cannot be read.
+        ConfigError: no layer with cells, or a source that cannot be read.
     """
-    if not layers:
-        raise ConfigError("a cache needs at least one layer")
     owner = owning_layers(layers)
-    windows = sorted(dict.fromkeys(layers[i].window for i in owner), key=lambda window: not window.is_full)
-    return windows, [windows.index(layers[i].window) for i in owner]
+    windows = sorted(dict.fromkeys(layers[i].window for i in owner if i >= 0), key=lambda window: not window.is_full)
+    if not windows:
+        raise ConfigError("a cache needs at least one layer" + (" that attends over cells" if layers else ""))
+    return windows, [-1 if i < 0 else windows.index(layers[i].window) for i in owner]
 
 
 class KVStore:
@@ -251,7 +268,8 @@ class KVStore:
         Source: spec 4.9.
         """
         if self.owner[layer] != layer:
-            raise ConfigError(f"layer {layer} reads the cells of layer {self.owner[layer]} and never writes")
+            reads = f"reads the cells of layer {self.owner[layer]}" if self.owner[layer] >= 0 else "has no cells"
+            raise ConfigError(f"layer {layer} {reads} and never writes")
         spec, rows = self.layers[layer], slots.shape[0]
         for name, came, width in (("k", k, spec.head_dim), ("v", v, spec.v_dim)):
             expected = (rows, spec.num_kv_heads, width)
@@ -305,3 +323,134 @@ class KVStore:
         for part in (self._k, self._v):
             for tensor in part.values():
                 tensor.zero_()
+
+
+class StateBank:
+    """The recurrent states of every sequence, and of some earlier moments of it to go back to.
+
+    A state is known by how many rows of its sequence it has seen; a sequence without rows has none, which means zeros. States are kept
+    in float32, whatever dtype a model was loaded in. A kept state is never changed, only replaced, so forks share it.
+
+    Args:
+        layers:      one spec per model layer; those without `states` are ignored
+        checkpoints: most earlier states kept of a sequence; see `advance`
+
+    >>> bank = StateBank([LayerSpec(0, 0, states=((2,),))], checkpoints=1)
+    >>> bank.advance([(0,)], [3], {0: (torch.tensor([[1.0, 2.0]]),)})
+    >>> bank.copy(0, 1, 3)
+    >>> bank.advance([(0,)], [4], {0: (torch.tensor([[5.0, 6.0]]),)})
+    >>> bank.gather(0, [0, 1, 2])
+    [tensor([[5., 6.],
+            [1., 2.],
+            [0., 0.]])]
+    >>> bank.kept(0), bank.kept(1)
+    ([3, 4], [3])
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], checkpoints: int, device: str | torch.device = "cpu") -> None:
+        self.shapes = {i: spec.states for i, spec in enumerate(layers) if spec.states}
+        self.checkpoints = checkpoints
+        self.device = torch.device(device)
+        self._kept: dict[int, list[tuple[int, States]]] = {}  # per sequence (rows seen, state), ascending; the last is where it stands
+
+    def __bool__(self) -> bool:
+        """True iff any layer is recurrent."""
+        return bool(self.shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept states; one that sequences share counts once."""
+        distinct = {id(state): state for kept in self._kept.values() for _, state in kept}
+        return sum(tensor.nbytes for state in distinct.values() for tensors in state.values() for tensor in tensors)
+
+    def kept(self, seq: int) -> list[int]:
+        """How many rows each kept state of a sequence has seen, ascending."""
+        return [count for count, _ in self._kept.get(seq, ())]
+
+    def has(self, seq: int, count: int) -> bool:
+        """True iff a sequence can go on after its first `count` rows."""
+        return count == 0 or count in self.kept(seq)
+
+    def gather(self, layer: int, seqs: Iterable[int]) -> list[Tensor]:
+        """States of one layer where the sequences stand, one tensor [S, ...] per shape. A copy."""
+        rows = [kept[-1][1][layer] if (kept := self._kept.get(seq)) else None for seq in seqs]
+        return [
+            torch.stack([torch.zeros(shape, device=self.device) if row is None else row[part] for row in rows])
+            for part, shape in enumerate(self.shapes[layer])
+        ]
+
+    def checked(self, layer: int, states: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+        """States of one layer as `advance` takes them: float32, on the bank's device. Not a copy where they are that already.
+
+        Raises:
+            ConfigError: not one float tensor [rows, ...] per shape.
+        """
+        expected = [[rows, *shape] for shape in self.shapes.get(layer, ())]
+        if not expected or [list(t.shape) for t in states] != expected or not all(t.is_floating_point() for t in states):
+            came = [f"{t.dtype} {list(t.shape)}" for t in states]
+            raise ConfigError(f"layer {layer}: states are {came}, expected float tensors {expected or 'of no kind: it is not recurrent'}")
+        return tuple(t.detach().to(self.device, torch.float32) for t in states)
+
+    def owned(self, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Copies of states of one sequence, for `put`."""
+        return tuple(t.to(self.device, torch.float32, copy=True) for t in tensors)
+
+    def put(self, seq: int, count: int, states: States) -> None:
+        """Let a sequence stand after `count` rows, with these states (of one sequence, not copied) and none to go back to."""
+        self.truncate(seq, 0)
+        if count and states:
+            self._kept[seq] = [(count, states)]
+
+    def mark(self) -> Mapping[int, list[tuple[int, States]]]:
+        """Where all sequences stand, for `back_to`. Copies no states."""
+        return dict(self._kept)
+
+    def back_to(self, mark: Mapping[int, list[tuple[int, States]]]) -> None:
+        """Forget everything since `mark`."""
+        self._kept = dict(mark)
+
+    def advance(self, sets: Sequence[Sequence[int]], counts: Sequence[int], states: States, *, replace: Collection[int] = ()) -> None:
+        """Put the sequences of `sets[s]` where row s of `states` [S, ...] says, after `counts[s]` rows.
+
+        Their present states stay as earlier ones. Where these are too many, the one that follows the one before it most closely goes,
+        except the latest: so the ends of long batches stay longest.
+
+        Args:
+            replace: sequences whose present state is not to stay
+        Cost: one copy of the states.
+        """
+        fresh = {}
+        for s, (seqs, count) in enumerate(zip(sets, counts, strict=True)):
+            # A copy, so that a long-lived sequence does not hold the memory of all.
+            state = {layer: tuple(t[s].clone() for t in tensors) for layer, tensors in states.items()}
+            for seq in seqs:
+                earlier = self._kept.get(seq, [])
+                kept = fresh[seq] = [*(earlier[:-1] if seq in replace else earlier), (count, state)]
+                if len(kept) > self.checkpoints + 1:
+                    # The cheapest to compute again from the one before goes; the latest stays, to undo a batch.
+                    seen = [0, *(count for count, _ in kept)]
+                    del kept[min(range(len(kept) - 2), key=lambda i: seen[i + 1] - seen[i])]
+        self._kept.update(fresh)
+
+    def truncate(self, seq: int, count: int) -> None:
+        """Go back to the first `count` rows. The caller has asked `has`."""
+        kept = [entry for entry in self._kept.pop(seq, ()) if entry[0] <= count]
+        if count and kept:
+            self._kept[seq] = kept
+
+    def copy(self, src: int, dst: int, count: int) -> None:
+        """Let `dst` stand where `src` did after its first `count` rows. Shares states, copies none."""
+        if kept := [entry for entry in self._kept.get(src, ()) if entry[0] <= count]:
+            self._kept[dst] = kept
+
+    def reorder(self, seqs: Sequence[int], sources: Sequence[int]) -> None:
+        """seqs[i] becomes what sources[i] was."""
+        before = [self._kept.get(source) for source in sources]
+        for seq, kept in zip(seqs, before, strict=True):
+            self._kept.pop(seq, None)
+            if kept:
+                self._kept[seq] = kept
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self._kept.clear()

@@ -43,6 +43,14 @@ _WINDOWED: Final = {"sliding_window": _SIZE}
 _HALF_WINDOWED: Final = {"use_sliding_window": True, "sliding_window": _SIZE, "max_window_layers": 2}
 _THREE_TO_ONE: Final = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": _SIZE}
 _ONE_TO_ONE: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": _SIZE}
+_GATED_DELTA: Final = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA2: Final = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "mamba_n_groups": 1}
 _LATENT: Final = {
     **_PLAIN,
     "num_key_value_heads": 4,
@@ -58,6 +66,11 @@ _LATENT: Final = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+_DELTA_LATENT: Final = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+}
 _EXPANDED: Final = "latent attention, gathered"
 _OWN: Final = "attends by its own code, gathered"
 _LEARNED: Final = "layer 0 stores keys and values that depend on position"
@@ -70,8 +83,9 @@ class Family:
     Attributes:
         model_type: transformers' name
         config:     settings of a tiny model
-        windows:    expected window of every layer
+        windows:    expected window of every layer; None: it has no cells
         sources:    expected layer whose keys each layer reads, where not its own
+        recurrent:  layers expected to keep recurrent states
         no_shift:   pattern of why its keys cannot be moved; None: they can, exactly
         refused:    pattern of why it cannot be served at all; None: it can
         is_pinned:  transformers alone would use other frequencies for short sequences than for long ones; onekv those of long ones
@@ -80,8 +94,9 @@ class Family:
 
     model_type: str
     config: dict[str, Any]
-    windows: tuple[Window, ...] = (_FULL,) * 4
+    windows: tuple[Window | None, ...] = (_FULL,) * 4
     sources: tuple[int | None, ...] = (None,) * 4
+    recurrent: tuple[int, ...] = ()
     no_shift: str | None = None
     refused: str | None = None
     is_pinned: bool = False
@@ -235,6 +250,63 @@ FAMILIES: Final[dict[str, Family]] = {
         is_pinned=True,
         notes="LongRoPE frequencies, pinned for the context: the long factors for short sequences too",
     ),
+    # --- recurrent layers beside attention ------------------------------------------------------------------------------------------
+    "lfm2": Family(
+        "lfm2",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="short convolutions",
+    ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        {
+            **_GROUPED,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_dense_layers": 1,
+        },
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="short convolutions; experts",
+    ),
+    "qwen3_next": Family(
+        "qwen3_next", {**_OWN_WIDTH, **_GATED_DELTA, **_SHARED_MOE}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule; experts"
+    ),
+    "qwen3_5": Family("qwen3_5_text", {**_OWN_WIDTH, **_GATED_DELTA}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule"),
+    "olmo_hybrid": Family("olmo_hybrid", {**_GROUPED, **_GATED_DELTA}, (None, _FULL) * 2, recurrent=(0, 2), notes="gated delta rule"),
+    "jamba": Family(
+        "jamba",
+        {
+            **_GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="Mamba; experts; positions are not encoded; a sequence that has a state takes one token a forward",
+    ),
+    "bamba": Family("bamba", {**_GROUPED, **_MAMBA2, "attn_layer_indices": [1, 3]}, (None, _FULL) * 2, recurrent=(0, 2), notes="Mamba 2"),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        {**_GROUPED, **_MOE, **_MAMBA2, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 16},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes="Mamba 2; experts",
+    ),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {**_OWN_WIDTH, **_MAMBA2, "mamba_d_ssm": 64},
+        recurrent=(0, 1, 2, 3),
+        notes="Mamba 2 and attention in every layer",
+    ),
     "falcon": Family("falcon", _PLAIN, notes=f"{_OWN}; one key head"),
     "falcon_heads": Family("falcon", {**_PLAIN, "multi_query": False}, notes=_OWN),
     "falcon_new": Family("falcon", {**_PLAIN, "new_decoder_architecture": True, "num_kv_heads": 2}, notes=_OWN),
@@ -302,6 +374,20 @@ FAMILIES: Final[dict[str, Family]] = {
         notes=f"{_EXPANDED}; experts; own widths for each kind of layer; without sparse attention",
     ),
     "diffllama": Family("diffllama", _GROUPED, notes="every layer attends twice, to values it computes from stored ones, gathered"),
+    "kimi_linear": Family(
+        "kimi_linear",
+        {**_LATENT, **_DELTA_LATENT, "num_experts": 4},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes=f"gated delta rule beside {_EXPANDED}; experts; positions are not encoded",
+    ),
+    "bailing_hybrid": Family(
+        "bailing_hybrid",
+        {**_LATENT, **_DELTA_LATENT, "num_experts": 4},
+        (None, _FULL) * 2,
+        recurrent=(0, 2),
+        notes=f"gated delta rule beside {_EXPANDED}; experts",
+    ),
     # --- refused, by name -----------------------------------------------------------------------------------------------------------
     "phimoe_longrope": Family(
         "phimoe",
@@ -349,10 +435,32 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "deepseek_v32": Family("deepseek_v32", _LATENT, refused="DeepseekV32ForCausalLM, layer 0 chooses the keys .*sparse attention"),
     "doge": Family("doge", _GROUPED, refused="DogeForCausalLM, layer 0: .*a mask the model made or changed itself"),
-    "falcon_h1": Family("falcon_h1", _GROUPED, refused="FalconH1ForCausalLM does not run through the cache hooks"),
-    "lfm2": Family("lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"] * 2}, refused="Lfm2ForCausalLM"),
-    "recurrent_gemma": Family("recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: layers \[0, 1, 3\] do not attend"),
-    "mamba": Family("mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, refused="MambaForCausalLM"),
+    "minimax": Family(
+        "minimax",
+        {**_OWN_WIDTH, **_MOE, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 4},
+        refused="MiniMaxForCausalLM .*MiniMax uses cache of its own",
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        {
+            **_OWN_WIDTH,
+            "hybrid_override_pattern": "M*M-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+        },
+        refused=r"NemotronHForCausalLM: layers \[3\] neither attend",
+    ),
+    "recurrent_gemma": Family(
+        "recurrent_gemma", _GROUPED, refused=r"RecurrentGemmaForCausalLM: layers \[0, 1, 3\] neither attend .* nor keep recurrent states"
+    ),
+    "mamba": Family(
+        "mamba",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        refused="MambaForCausalLM: all its layers are recurrent",
+    ),
     "bart": Family(
         "bart",
         {
@@ -371,6 +479,7 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 SERVED: Final = [name for name, family in FAMILIES.items() if family.refused is None]
 REFUSED: Final = [name for name, family in FAMILIES.items() if family.refused is not None]
+RECURRENT: Final = [name for name, family in FAMILIES.items() if family.recurrent]
 
 
 def tiny_model(name: str, **changes: Any) -> PreTrainedModel:

@@ -19,23 +19,25 @@ def alone(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def scatter_free_cells(model: Model, cache: KVCache, seq: int) -> None:
-    """Fill the buffer with one sequence, then leave a few of its positions, so that free cells lie apart."""
-    cells = cache.num_cells
-    for step in cache.plan(Batch(np.full(cells, 5), seqs=seq), max_ubatch=64):
-        with step:
-            model.forward(step)
-    rng = np.random.default_rng(0)
-    kept = set(rng.choice(cells, 24, replace=False).tolist())
-    for position in range(cells):
-        if position not in kept:
-            cache.seq_rm(seq, position, position + 1)
+    """Fill the buffer with two sequences, one row of the first to seven of the other, and remove the other: free cells lie apart."""
+    for _ in range(cache.num_cells // 8):
+        for step in cache.plan(Batch(np.full(8, 5), seqs=[seq, *[seq - 1] * 7])):
+            with step:
+                model.forward(step)
+    assert cache.num_free < 8
+    cache.seq_rm(seq - 1)
+
+
+def attending(cache: KVCache) -> int:
+    """The first layer that has cells."""
+    return next(i for i, layer in enumerate(cache.layers) if layer.has_cells)
 
 
 def feed(model: Model, cache: KVCache, rows: list[tuple[int, int]], into: Logits) -> None:
     """Evaluate rows (sequence, token) in ubatches of 5, all logits wanted; at least one ubatch is cut and its cells lie apart."""
     plan = cache.plan(Batch([t for _, t in rows], seqs=[s for s, _ in rows], outputs="all"), max_ubatch=5)
     assert len(plan) > 1
-    assert any((np.diff(step.slots(0)) != 1).any() for step in plan)
+    assert (np.diff(np.concatenate([step.slots(attending(cache)) for step in plan])) != 1).any()
     for step in plan:
         with step:
             logits = model.forward(step)

@@ -27,8 +27,9 @@ and refused by name if not.
 
 ## Served
 
-Rows of any sequences share one forward ("packed"): three interleaved sequences with a common prefix give the logits that transformers
-gives for each alone, to 1e-5 of the largest logit. "Exact" shift: stored keys can be moved to other positions, to float rounding.
+Rows of any sequences share one forward ("packed"); with recurrent layers, as many rows of each sequence ("equal"). Three interleaved
+sequences with a common prefix give the logits that transformers gives for each alone, to 1e-5 of the largest logit. "Exact" shift: stored
+keys can be moved to other positions, to float rounding; recurrent states do not depend on positions.
 "Shared" counts layers that read the keys of an earlier layer and store none. A family with a window setting may be loaded without one.
 "Gathered" families do something of their own with stored keys and values: latent attention stores small latents and expands them, others
 attend by code that knows no other way. In every layer they are handed a copy of the entries that any row of the step sees, in any order,
@@ -56,7 +57,10 @@ def page() -> str:
 def _served() -> Iterator[str]:
     for name in SERVED:
         model = Model(tiny_model(name))
-        kinds = dict.fromkeys("full" if layer.window.is_full else repr(layer.window)[7:].split("(")[0] for layer in model.layers)
+        attending = [layer.window for layer in model.layers if layer.has_cells]
+        kinds = dict.fromkeys("full" if window.is_full else repr(window)[7:].split("(")[0] for window in attending)
+        if count := sum(bool(layer.states) for layer in model.layers):
+            kinds[f"{count} of {len(model.layers)} recurrent"] = None
         shared = sum(layer.source is not None for layer in model.layers)
         shift = "exact" if model.no_shift is None else f"refused: {model.no_shift.split(': ', 1)[-1]}"
         share = f"{shared} of {len(model.layers)}" if shared else ""

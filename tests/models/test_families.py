@@ -18,7 +18,7 @@ import report
 from families import FAMILIES, REFUSED, SERVED, settle, tiny_model
 from onekv import Batch, ShiftError, Step, UnsupportedModel, Window
 from onekv.models import Model, cache_for, hooks, probe
-from packed import alone, scatter_free_cells, together
+from packed import alone, attending, scatter_free_cells, together
 
 TOLERANCE = 1e-5
 
@@ -47,17 +47,20 @@ def test_interleaved_sequences_sharing_a_prefix_equal_each_alone(name: str, toke
 
 @pytest.mark.parametrize("name", SERVED)
 def test_windows_sharing_and_shift_are_found_as_the_table_says(name: str) -> None:
-    """Layer 0's keys depend on token and position alone, so moving them must give exactly what feeding there gives."""
+    """The first layer's keys depend on its tokens and its position alone, so moving them must give exactly what feeding there gives."""
     family, model = FAMILIES[name], Model(tiny_model(name))
-    assert tuple(layer.window for layer in model.layers) == family.windows
+    assert tuple(layer.window if layer.has_cells else None for layer in model.layers) == family.windows
+    assert tuple(i for i, layer in enumerate(model.layers) if layer.states) == family.recurrent
+    assert model.packing == ("equal" if family.recurrent else "packed")
     assert tuple(layer.source for layer in model.layers) == family.sources
-    assert model._hooked.gathers == (frozenset(range(len(model.layers))) if family.is_gathered else frozenset())
+    assert model._hooked.gathers == frozenset(i for i, layer in enumerate(model.layers) if family.is_gathered and layer.has_cells)
     cache = cache_for(model, 64, max_seqs=4)
     tokens = list(range(10, 22))
     model.extend(cache, [0], [tokens])
-    rope = model.layers[0].rope
+    first = attending(cache)
+    rope = model.layers[first].rope
     turned, kept = (cache.values, cache.keys) if rope is not None and rope.part == "value" else (cache.keys, cache.values)
-    before = turned(0, 0).clone()
+    before = turned(first, 0).clone()
     if family.no_shift is not None:
         with pytest.raises(ShiftError, match=family.no_shift):
             cache.seq_add(0, 0, -1, 40)
@@ -66,9 +69,10 @@ def test_windows_sharing_and_shift_are_found_as_the_table_says(name: str) -> Non
     for step in cache.plan(Batch(tokens, seqs=1, positions=range(40, 40 + len(tokens)))):
         with step:
             model.forward(step)
-    assert torch.allclose(turned(0, 0), turned(0, 1), atol=1e-5)
-    assert torch.allclose(kept(0, 0), kept(0, 1), atol=1e-5)
-    assert not torch.allclose(before[-len(turned(0, 0)) :], turned(0, 1), atol=1e-2)
+    assert torch.allclose(turned(first, 0), turned(first, 1), atol=1e-5)
+    assert torch.allclose(kept(first, 0), kept(first, 1), atol=1e-5)
+    if rope is not None or not family.recurrent:
+        assert not torch.allclose(before[-len(turned(first, 0)) :], turned(first, 1), atol=1e-2)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("deepseek_v2", "interleaved"), ("deepseek_v3", "half"), ("deepseek_v3_yarn", "half")])
@@ -258,7 +262,9 @@ def test_a_window_that_is_ignored_would_be_seen(name: str, tokens_of: Any, monke
     assert difference(name, tokens_of) > 1000 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["falcon", "falcon_new", "xglm", "deepseek_v2", "deepseek_v3", "dots3_note", "diffllama"])
+@pytest.mark.parametrize(
+    "name", ["falcon", "falcon_new", "xglm", "deepseek_v2", "deepseek_v3", "dots3_note", "diffllama", "bailing_hybrid"]
+)
 def test_gathered_entries_of_other_sequences_and_later_rows_would_be_seen(
     name: str, tokens_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

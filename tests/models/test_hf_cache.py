@@ -694,7 +694,7 @@ def test_case_H02_crop_past_what_a_window_holds_changes_no_layer(tiny: Tiny) -> 
     assert is_close(feed(model, twin, [[50]] * 2)[0, 0], alone(model, [*tokens[:9], 50])[-1])
     del twin
     before = [[p.clone() for p in layer] for layer in cache]
-    with pytest.raises(WindowLost, match="cropped to position 3"):
+    with pytest.raises(WindowLost, match="continue at position 3"):
         cache.crop(3)
     assert cache.get_seq_length() == 10
     assert all(torch.equal(a, b) for one, two in zip(before, cache, strict=True) for a, b in zip(one, two, strict=True))

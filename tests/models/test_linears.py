@@ -512,7 +512,7 @@ def test_no_activation_is_large_enough_to_be_cut_within_a_row(saved: Callable[..
 
 def differences(model: Model, rows: int, counts: tuple[int, ...]) -> str | None:
     return dependence(
-        lambda sink, tokens, positions, keep: model._evaluate(sink, positions, keep, tokens=tokens),
+        lambda sink, tokens, positions, keep: model._evaluate(sink, positions, keep, tokens=tokens)[0],
         model.vocab_size,
         model.max_positions,
         rows,

@@ -318,6 +318,11 @@ def split(batch: Batch, positions: Ints, how: Split, max_rows: int, max_seqs: in
     return [_take(batch, positions, piece, len(np.unique(sets[piece], axis=0)) if how == "equal" else 1) for piece in pieces]
 
 
+def columns(batch: Batch, positions: Ints, ubatch: Ubatch) -> list[Ubatch]:
+    """A ubatch of equal parts cut further, into one row of every sequence set at a time."""
+    return [_take(batch, positions, rows, ubatch.num_sets) for rows in ubatch.rows.reshape(ubatch.num_sets, -1).T]
+
+
 def _whole(batch: Batch, positions: Ints) -> Ubatch:
     count = len(batch)
     rows = np.arange(count)

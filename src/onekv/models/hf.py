@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -29,8 +29,8 @@ from onekv.core.window import Window
 from onekv.errors import BatchError, ConfigError, UnsupportedModel
 from onekv.models import gguf, linears
 from onekv.models.fused import Fused, joins, serves
-from onekv.models.hooks import Hooked, Pass, Sink
-from onekv.models.probe import read_layers, read_ropes
+from onekv.models.hooks import Hooked, RecurrentState, Sink
+from onekv.models.probe import read_layers, read_ropes, read_states
 from onekv.models.pull import NAMED_MODELS
 from onekv.models.rows import dependence
 from onekv.models.text import Text
@@ -66,12 +66,9 @@ class Model:
     class only, to those of the whole context.
 
     Attributes:
-        packing: how rows of several sequences share a forward; "packed" takes any rows in any order
         weights: how `load_model` packed the weights; None: they are the transformers model's own
         deterministic: whether a row's result has the same bits whatever other rows are evaluated with it, attention aside
     """
-
-    packing: Literal["packed"] = "packed"
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if not isinstance(model, PreTrainedModel):
@@ -147,6 +144,16 @@ class Model:
         return self._probed[0]
 
     @property
+    def packing(self) -> Literal["packed", "equal"]:
+        """How rows of several sequences share a forward: "packed" takes any rows in any order, "equal" as many of each sequence."""
+        return "equal" if self._states[0] else "packed"
+
+    @property
+    def row_by_row(self) -> bool:
+        """True iff a sequence can take only one row a forward once it has a recurrent state; `KVCache` plans accordingly."""
+        return self._states[1]
+
+    @property
     def no_shift(self) -> str | None:
         """Why stored keys of this model cannot be moved to other positions; None if they can."""
         return self._probed[1]
@@ -154,6 +161,11 @@ class Model:
     @cached_property
     def _probed(self) -> tuple[tuple[LayerSpec, ...], str | None]:
         return read_ropes(self._hooked, read_layers(self._hooked, self.vocab_size, self.max_positions), self.max_positions)
+
+    @cached_property
+    def _states(self) -> tuple[dict[int, RecurrentState], bool]:
+        _ = self.layers  # finds which layers are recurrent
+        return read_states(self._hooked, self.vocab_size, self.max_positions)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -177,7 +189,7 @@ class Model:
             logits float32 [outputs in the step, V], in the order of the step's rows, on the model's device; [0, V] if none is wanted.
         Raises:
             UnsupportedModel: the model attends in a way that cannot be served exactly.
-            ConfigError: the cache was built for other layers.
+            ConfigError: the cache was built for other layers, or without the model's `row_by_row`.
             BatchError: a position beyond the model's context, or positions of several components.
         Any exception leaves the model as it was; leaving the `with step:` block by it undoes the step.
         """
@@ -186,21 +198,35 @@ class Model:
         positions = self._positions(ubatch.positions)
         keep = torch.from_numpy(np.flatnonzero(ubatch.outputs)).to(self.device)
         sink = _StepSink(step, self._hooked, self.layers, self._owner)
+        kinds, _ = self._states
+        states = {i: kind.filled(step.read_states(i)) for i, kind in kinds.items()}
+        num_seqs = ubatch.num_sets if kinds else 1
         if ubatch.tokens is not None:
-            logits = self._evaluate(sink, positions, keep, tokens=torch.from_numpy(ubatch.tokens).to(self.device))
+            tokens = torch.from_numpy(ubatch.tokens).to(self.device)
+            logits, after = self._evaluate(sink, positions, keep, num_seqs, states, tokens=tokens)
         else:
             embeddings = torch.as_tensor(ubatch.embeddings).to(self.device, self._hooked.model.dtype)
-            logits = self._evaluate(sink, positions, keep, embeddings=embeddings)
+            logits, after = self._evaluate(sink, positions, keep, num_seqs, states, embeddings=embeddings)
         sink.check()
+        for i, state in after.items():
+            step.store_states(i, state.tensors)
         # Made outside of inference mode, so that a sampler may change it in place.
         return logits.to(torch.float32, copy=True)
 
-    def _evaluate(self, sink: Sink, positions: Tensor, keep: Tensor, **rows: Tensor) -> Tensor:
-        """rows: tokens [T] or embeddings [T, E] -> logits [n, V]."""
+    def _evaluate(
+        self,
+        sink: Sink,
+        positions: Tensor,
+        keep: Tensor,
+        num_seqs: int = 1,
+        states: Mapping[int, RecurrentState] | None = None,
+        **rows: Tensor,
+    ) -> tuple[Tensor, dict[int, RecurrentState]]:
+        """rows: tokens [T] or embeddings [T, E] -> logits [n, V], and recurrent states after the rows."""
         if self._fused is not None:
-            return self._fused.run(sink, self.layers, positions, keep=keep, **rows)
-        running = Pass(self._hooked.name, sink, self._hooked.masks, positions, self._shared, self._hooked.attends_itself)
-        return self._hooked.run(running, keep=keep, **rows)
+            return self._fused.run(sink, self.layers, positions, keep=keep, **rows), {}
+        running = self._hooked.begin(sink, positions, self._shared, num_seqs, states)
+        return self._hooked.run(running, keep=keep, **rows), running.states
 
     def _pack(self, kind: linears.Kind, blocks: linears.Blocks | None, deterministic: bool) -> None:
         """Pack the weights, once. The transformers model must be nobody else's.
@@ -209,6 +235,8 @@ class Model:
             UnsupportedModel: deterministic, and rows of this family depend on each other by more than attention.
         """
         model = self._hooked.model
+        if deterministic and self._hooked.recurrent:
+            raise UnsupportedModel(f"{self._hooked.name}: deterministic=True cannot be kept by recurrent layers: their rows come in parts")
         _ = self.fingerprint  # of the weights as they were loaded
         is_fused = serves(model)
         found = joins(model) if is_fused else []
@@ -218,7 +246,7 @@ class Model:
         self.weights, self.deterministic = kind, deterministic
         if deterministic:
             differs = dependence(
-                lambda sink, tokens, positions, keep: self._evaluate(sink, positions, keep, tokens=tokens),
+                lambda sink, tokens, positions, keep: self._evaluate(sink, positions, keep, tokens=tokens)[0],
                 self.vocab_size,
                 self.max_positions,
             )
@@ -276,7 +304,7 @@ class Model:
     @cached_property
     def _shared(self) -> frozenset[int]:
         """Layers whose keys and values a later layer reads."""
-        return frozenset(owner for layer, owner in enumerate(self._owner) if owner != layer)
+        return frozenset(owner for layer, owner in enumerate(self._owner) if owner not in (layer, -1))
 
     def _positions(self, positions: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
         """[T] int64 on the model's device."""
@@ -303,13 +331,17 @@ class Model:
                 f"layer {layer} of the cache is {cache.layers[layer]}, of the model {self.layers[layer]}; "
                 "build it with cache_for(model, ...)"
             )
+        if self.row_by_row and not cache.config.row_by_row:
+            raise ConfigError(
+                f"{self._hooked.name} takes one row at a time; build the cache with row_by_row=True, or by cache_for(model, ...)"
+            )
         self._matching.add(cache)
 
 
-def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[int, int, int, Window, int]]:
-    """What must agree between a model and a cache: heads, widths, window, owner."""
+def _geometry(layers: Sequence[LayerSpec]) -> list[tuple[Any, ...]]:
+    """What must agree between a model and a cache: heads, widths, window, states, owner."""
     return [
-        (spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.window, owner)
+        (spec.num_kv_heads, spec.head_dim, spec.v_dim, spec.window, spec.states, owner)
         for spec, owner in zip(layers, owning_layers(layers), strict=True)
     ]
 
@@ -362,17 +394,18 @@ class _StepSink:
         return attend_to_entries(q, k, v, self._step._entries(layer), Score(scale, softcap, sinks))
 
     def visible(self, window: Window) -> Tensor:
-        if window != self._layers[0].window:
+        first = next(i for i, spec in enumerate(self._layers) if spec.has_cells)
+        if window != self._layers[first].window:
             raise UnsupportedModel(f"{self._model}: asks for a mask of {window}, and did otherwise when it was probed")
-        return self._step._entries(0).mask
+        return self._step._entries(first).mask
 
     def check(self) -> None:
-        """Every layer has attended, or has been handed what it attends to.
+        """Every layer that has cells has attended, or has been handed what it attends to.
 
         Raises:
             UnsupportedModel: names the layers that did not.
         """
-        idle = sorted({*range(len(self._layers))} - self._attended)
+        idle = sorted({i for i, spec in enumerate(self._layers) if spec.has_cells} - self._attended)
         if idle:
             raise UnsupportedModel(f"{self._model}: layers {idle} did not attend")
 

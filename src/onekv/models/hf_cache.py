@@ -31,7 +31,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from onekv.cache import KVCache, Plan, SeqLike, Sequence
 from onekv.core.batch import Batch
-from onekv.errors import BatchError, ConfigError, OneKVError, WindowLost
+from onekv.errors import BatchError, ConfigError, OneKVError
 from onekv.models.hf import Model, loaded_as
 from onekv.storage import LayerSpec
 
@@ -125,8 +125,8 @@ class SequenceCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """True. `crop` raises where a window has given up cells."""
-        return True
+        """True unless a layer is recurrent. `crop` raises where a window has given up cells, or where a recurrent state is not kept."""
+        return not self.kv.states
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -135,8 +135,8 @@ class SequenceCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Per layer; no layer is recurrent."""
-        return [False] * len(self)
+        """Per layer: whether it is recurrent and keeps no keys and values."""
+        return [not spec.has_cells for spec in self.kv.layers]
 
     @property
     def is_dummy(self) -> list[bool]:
@@ -154,12 +154,13 @@ class SequenceCache(Cache):
         return len(self.kv.layers)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per layer, keys [B, G, columns, D] and values [B, G, columns, Dv], float32; zeros at padding and where a window gave up cells.
+        """Per layer that has cells, keys [B, G, columns, D] and values [B, G, columns, Dv], float32; zeros at padding and where a window
+        gave up cells.
 
         Cost: a copy of everything.
         """
         layout, owner = self.layout, self.kv.store.owner
-        for layer in range(len(self)):
+        for layer in (i for i, spec in enumerate(self.kv.layers) if spec.has_cells):
             group = self.kv._layer_group[owner[layer]]
             parts: list[Tensor] = []
             for read in (self.kv.keys, self.kv.values):
@@ -189,15 +190,14 @@ class SequenceCache(Cache):
         """Remove the last columns of all rows. -n removes n, at most all; 0 removes none; n keeps the first n, as before transformers 5.
 
         Raises:
-            WindowLost: a row could not go on there, because a window has given up cells; nothing has changed in any row.
+            WindowLost, StateLost: a row could not go on there; nothing has changed in any row.
         """
         layout = self.layout
         width = layout.shape[1]
         kept = min(tokens_to_remove, width) if tokens_to_remove > 0 else max(width + tokens_to_remove, 0)
         cuts = [self._position_after(row, int(layout[row, :kept].sum())) for row in range(len(self._rows))]
         for seq, cut in zip(self._rows, cuts, strict=True):
-            if not self.kv.can_continue_at(seq, cut):
-                raise WindowLost(f"sequence {seq} cannot be cropped to position {cut}: its window has given up cells there", seq=seq)
+            self.kv._check_continues(seq, cut)
         for seq, cut in zip(self._rows, cuts, strict=True):
             self.kv.seq_rm(seq, cut, -1)
         self._layout = layout[:, :kept]
@@ -387,7 +387,7 @@ def cache_for(model: Model | PreTrainedModel, num_cells: int, **settings: Any) -
     # Packed weights cannot have changed; others, and code, may have: probed anew.
     mine = model if isinstance(model, Model) else loaded_as(model) or Model(model)
     known: dict[str, Any] = {"device": str(mine.device), "vocab_size": mine.vocab_size, "no_shift": mine.no_shift}
-    known["deterministic"] = mine.deterministic
+    known |= {"row_by_row": mine.row_by_row, "deterministic": mine.deterministic}
     if "fingerprint" not in settings:
         known["fingerprint"] = mine.fingerprint
     kv = KVCache(mine.layers, num_cells, **(known | settings))
@@ -544,7 +544,14 @@ class _Rectangle:
         first: int = self.width - 1
         for row, columns in enumerate(self.columns):
             if columns.size:
-                first = min(first, int(columns[min(self.stored(row), columns.size - 1)]))
+                first = min(first, int(columns[self.resumed(row, min(self.stored(row), columns.size - 1))]))
+        return first
+
+    def resumed(self, row: int, first: int) -> int:
+        """The last of a row's tokens up to `first` from which the sequence can go on."""
+        seq = self.cache._rows[row]
+        while first > 0 and not self.cache.kv.can_continue_at(seq, int(self.positions[row][first])):
+            first -= 1
         return first
 
 
@@ -582,8 +589,8 @@ class _Call:
         """The model's output: logits [B, kept columns, V] in the model's dtype, zeros at padding, NaN at tokens not evaluated again.
 
         Raises:
-            BatchError, WindowLost, CacheFull: from `KVCache.plan`; and what `Model.forward` raises. No new token is then left in any row;
-            what was cut off because it differs is gone.
+            BatchError, WindowLost, StateLost, CacheFull: from the cells; and what `Model.forward` raises. No new token is then left in
+            any row; what was cut off because it differs is gone.
         """
         cache, kv, box = self.cache, self.cache.kv, self.rectangle
         first = [self._first_new(row) for row in range(box.count)]
@@ -618,8 +625,7 @@ class _Call:
             (seq, int(box.positions[i][n])) for i, (seq, n) in enumerate(zip(self.cache._rows, first, strict=True)) if box.tokens[i].size
         ]
         for seq, cut in cuts:
-            if not kv.can_continue_at(seq, cut):
-                raise WindowLost(f"sequence {seq} cannot continue at position {cut}: its window has given up cells there", seq=seq)
+            kv._check_continues(seq, cut)
         for seq, cut in cuts:
             kv.seq_rm(seq, cut, -1)
 
@@ -639,15 +645,12 @@ class _Call:
 
     def _first_new(self, row: int) -> int:
         """Which of a row's tokens is the first to be evaluated: the last one, one whose logits were asked for, or one that differs."""
-        box, seq = self.rectangle, self.cache._rows[row]
+        box = self.rectangle
         columns = box.columns[row]
         if not columns.size:
             return 0
         asked = columns.size - 1 if self.asks_all else int(np.searchsorted(columns, self.wanted.min(initial=box.width)))
-        first = min(box.stored(row), asked, columns.size - 1)
-        while first > 0 and not self.cache.kv.can_continue_at(seq, int(box.positions[row][first])):
-            first -= 1
-        return first
+        return box.resumed(row, min(box.stored(row), asked, columns.size - 1))
 
     def _blank(self, first: list[int], like: Tensor) -> Tensor:
         box = self.rectangle

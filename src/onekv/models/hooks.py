@@ -6,29 +6,39 @@ Nothing here knows which sequences exist or where cells are, and nothing here re
 
 Two kinds of models need to see stored keys and values, and get those that any row of the forward sees ("gathered"), N of them. Layers that
 store one thing and attend to another (latent attention expands what was stored) attend through the attention function, to what they made
-of the N. Models that attend by code of their own are handed a real mask [1, 1, T, N] by the mask function.
+of the N. Models that attend by code of their own are handed a real mask [S, 1, T, N] by the mask function.
 
     model(input_ids, cache=pass.cache)
       ├─ mask function     reads which window a layer type has, returns a marker that stands for it
       └─ each layer
           ├─ cache.update  hands k, v to the sink, returns them unchanged, or gathered
           └─ attention     checks that q's layer was given the k and v of a known layer, and a known marker; the sink attends
+
+Recurrent layers find transformers' own `LinearAttentionLayer` in that cache, with the states of the batch's sequences. Their rows cannot be
+packed: the tokens are [S, T], T of each of S sequences.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
@@ -87,6 +97,9 @@ class Pass:
         masks: the windows this model has shown so far
         positions: [T] int64, of the rows of this forward
         shared: layers whose keys and values later layers read; None: unknown, keep all
+        num_seqs: S, rows come sequence by sequence, T of each; 1 where rows of any sequences are packed
+        recurrent: per recurrent layer, the number of convolutions whose states it keeps
+        states: per recurrent layer, its state tensors [S, ...]; none where all sequences begin
         attends_itself: the model attends by its own code, and is handed a mask it can use
     """
 
@@ -97,33 +110,47 @@ class Pass:
         masks: MaskRules,
         positions: Tensor,
         shared: Collection[int] | None,
-        attends_itself: bool = False,
+        num_seqs: int,
+        recurrent: Mapping[int, int],
+        states: Mapping[int, RecurrentState],
+        attends_itself: bool,
     ) -> None:
-        self.attends_itself = attends_itself
         self.model = model
         self.sink = sink
         self.masks = masks
         self.positions = positions
-        self.cache = _StepCache(self)
+        self.attends_itself = attends_itself
+        self.num_seqs = num_seqs
+        self.cache = _StepCache(self, recurrent, states)
         self._shared = shared
         self._latest = -1
         self._returned: dict[int, tuple[Tensor, Tensor]] = {}
         self._stored: set[int] = set()
+        self._is_gathered = False  # what the latest layer to store goes on with
+
+    @property
+    def states(self) -> dict[int, RecurrentState]:
+        """What recurrent layers hold: after the forward, the states after its rows. Layers that keep none are left out."""
+        held = {i: RecurrentState.of(layer) for i, layer in self.cache.linear.items()}
+        return {i: state for i, state in held.items() if state.tensors}
 
     def mask(self, rule: MaskRule, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """A marker that stands for the rule's window; for a model that attends itself what it adds to its scores, [1, 1, T, N]."""
+        """A marker that stands for the rule's window; for a model that attends itself what it adds to its scores, [S, 1, T, N]."""
         if not self.attends_itself:
             return self.masks.marker(rule, device)
         window = self.masks.window(rule, device)
         if isinstance(window, str):
             raise UnsupportedModel(f"{self.model}: {window}")
         seen = self.sink.visible(window).to(device)
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+        added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+        return added.view(self.num_seqs, 1, -1, seen.shape[1])
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """k [1, G, T, D], v [1, G, T, Dv]. Returns what the layer goes on with."""
-        if k.ndim != 4 or k.shape[0] != 1 or v.shape[:3] != k.shape[:3]:
-            raise UnsupportedModel(f"{self.model}, layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [1, G, T, D]")
+        """k [S, G, T, D], v [S, G, T, Dv]. Returns what the layer goes on with."""
+        if k.ndim != 4 or k.shape[0] != self.num_seqs or v.shape[:3] != k.shape[:3]:
+            raise UnsupportedModel(
+                f"{self.model}, layer {layer}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [{self.num_seqs}, G, T, D]"
+            )
         if layer in self._stored:
             raise UnsupportedModel(
                 f"{self.model}, layer {layer}: stores keys twice in one forward (attention to an encoder, or layers in a loop)"
@@ -132,9 +159,10 @@ class Pass:
         if self._shared is not None and self._latest not in self._shared:
             self._returned.pop(self._latest, None)
         self._latest = layer
-        gathered = self.sink.store(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        gathered = self.sink.store(layer, _as_rows(k), _as_rows(v))
+        self._is_gathered = gathered is not None
         if gathered is not None:
-            k, v = (part.transpose(0, 1)[None].to(given) for part, given in zip(gathered, (k, v), strict=True))
+            k, v = (part.transpose(0, 1).to(given).expand(self.num_seqs, -1, -1, -1) for part, given in zip(gathered, (k, v), strict=True))
         self._returned[layer] = (k, v)
         return k, v
 
@@ -150,7 +178,7 @@ class Pass:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """q [1, H, T, D] -> [1, T, H, Dv]."""
+        """q [S, H, T, D] -> [S, T, H, Dv]."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedModel(f"{self.model}: {type(module).__name__} attends without a layer_idx")
@@ -162,13 +190,14 @@ class Pass:
             )
         window = self.masks.window_of(mask, self.model, layer)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        rows = q[0].transpose(0, 1)
+        rows = _as_rows(q)
         if origin is not None:
-            out = self.sink.attend(layer, origin, window, rows, scale=scale, softcap=softcap, sinks=sinks)  # [T, H, Dv]
+            out = self.sink.attend(layer, origin, window, rows, scale=scale, softcap=softcap, sinks=sinks)  # [S * T, H, Dv]
         else:
-            k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
-            out = self.sink.attend_to(layer, window, rows, k, v, scale=scale, softcap=softcap, sinks=sinks)
-        return out[None]
+            # What is gathered is the same for every sequence; the probe checks that a layer makes the same of it.
+            made_k, made_v = (_as_rows(part[:1] if self._is_gathered else part) for part in (k, v))
+            out = self.sink.attend_to(layer, window, rows, made_k, made_v, scale=scale, softcap=softcap, sinks=sinks)
+        return out.reshape(self.num_seqs, -1, *out.shape[1:])
 
     def _origin(self, layer: int, k: Tensor, v: Tensor) -> int | None:
         """The layer whose update returned these very tensors; the layer itself where that is so."""
@@ -178,6 +207,11 @@ class Pass:
             if _is_same(k, stored_k) and _is_same(v, stored_v):
                 return i
         return None
+
+
+def _as_rows(heads: Tensor) -> Tensor:
+    """[S, H, T, D] -> [S * T, H, D]"""
+    return heads.transpose(1, 2).flatten(0, 1)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -306,11 +340,15 @@ def _signature(rule: Any) -> Hashable | None:
 
 
 class _StepCache(Cache):
-    """The cache object of one forward. Holds nothing; `update` passes on to the `Pass`."""
+    """The cache object of one forward. `update` passes on to the `Pass`; holds nothing but the states of recurrent layers."""
 
-    def __init__(self, running: Pass) -> None:
-        super().__init__(layers=[])
+    def __init__(self, running: Pass, recurrent: Mapping[int, int], states: Mapping[int, RecurrentState]) -> None:
+        linear = {i: LinearAttentionLayer(count) for i, count in recurrent.items()}
+        super().__init__(layers=[linear.get(i) or cast(Any, DummyLayer)() for i in range(max(linear, default=-1) + 1)])
         self._running = running
+        self.linear = linear
+        for i, state in states.items():
+            state.put_into(linear[i])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self._running.update(key_states, value_states, layer_idx)
@@ -342,6 +380,40 @@ class _StepCache(Cache):
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The states of one recurrent layer, as transformers keeps them.
+
+    Attributes:
+        parts:   where each tensor belongs: "conv" or "recurrent", and its number there
+        tensors: [S, ...] each, in the dtype the model keeps them in
+    """
+
+    parts: tuple[tuple[Literal["conv", "recurrent"], int], ...]
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer) -> Self:
+        """What a layer holds after a forward; no parts if the model does not use it."""
+        kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+        held = {(kind, i): tensor for kind, states in kinds.items() for i, tensor in states.items() if tensor is not None}
+        return cls(tuple(held), tuple(held.values()))  # type: ignore[arg-type]
+
+    def put_into(self, layer: LinearAttentionLayer) -> None:
+        """Let a fresh layer go on from here. The model may change the tensors in place."""
+        for (kind, i), tensor in zip(self.parts, self.tensors, strict=True):
+            if kind == "conv":
+                layer.conv_states[i], layer.is_conv_states_initialized[i] = tensor, True
+                layer.conv_kernel_size[i] = tensor.shape[-1]
+            else:
+                layer.recurrent_states[i], layer.is_recurrent_states_initialized[i] = tensor, True
+            layer.has_previous_state[i] = True
+
+    def filled(self, tensors: Sequence[Tensor]) -> RecurrentState:
+        """The same parts with other tensors, in the dtypes and on the device of these."""
+        return RecurrentState(self.parts, tuple(new.to(old.device, old.dtype) for new, old in zip(tensors, self.tensors, strict=True)))
+
+
 class Hooked:
     """A transformers model that can be run through a `Pass`. Between runs it attends as it did before.
 
@@ -352,6 +424,7 @@ class Hooked:
 
     Attributes:
         pins: rotary frequencies that hold during a run
+        recurrent: layers that may keep recurrent states, by transformers' types of layers, and how many convolutions each has
         gathers: layers that go on with stored keys and values; found by the probe
         attends_itself: the model attends by its own code; found by the probe
     """
@@ -368,19 +441,44 @@ class Hooked:
             raise UnsupportedModel(f"{self.name}.forward takes no cache")
         configs = {id(c): c for c in (getattr(module, "config", None) for module in model.modules()) if isinstance(c, PreTrainedConfig)}
         self._configs = list(configs.values())
+        config = model.config.get_text_config(decoder=True)
+        kinds = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind, object) for kind in getattr(config, "layer_types", None) or ()]
+        count = getattr(config, "number_of_conv_states", 1)
+        self.recurrent = {i: count for i, kind in enumerate(kinds) if issubclass(kind, LinearAttentionCacheLayerMixin)}
+
+    def begin(
+        self,
+        sink: Sink,
+        positions: Tensor,
+        shared: Collection[int] | None,
+        num_seqs: int = 1,
+        states: Mapping[int, RecurrentState] | None = None,
+    ) -> Pass:
+        """A pass of this model; arguments as for `Pass`."""
+        return Pass(self.name, sink, self.masks, positions, shared, num_seqs, self.recurrent, states or {}, self.attends_itself)
 
     def run(self, running: Pass, *, tokens: Tensor | None = None, embeddings: Tensor | None = None, keep: Tensor) -> Tensor:
-        """One forward over packed rows, without padding.
+        """One forward over rows without padding: packed, or T rows of each of S sequences.
 
         Shapes:
-            tokens [T] int64, or embeddings [T, E]; keep [n] int64, the rows whose logits are wanted -> logits [n, V] in the model's dtype
+            tokens [S * T] int64, or embeddings [S * T, E]; keep [n] int64, the rows whose logits are wanted -> logits [n, V] in the
+            model's dtype
         """
-        inputs: dict[str, Any] = {"input_ids": tokens[None]} if tokens is not None else {"inputs_embeds": embeddings[None]}  # type: ignore[index]
-        given = {"position_ids": running.positions[None], "logits_to_keep": keep, "use_cache": True}
+        count = running.num_seqs
+        inputs: dict[str, Any] = {"input_ids": tokens.view(count, -1)} if tokens is not None else {}
+        if embeddings is not None:
+            inputs["inputs_embeds"] = embeddings.view(count, -1, embeddings.shape[-1])
+        # transformers keeps the same columns of all sequences.
+        width = running.positions.shape[0] // count
+        row, column = keep // width, keep % width
+        columns, place = (keep, keep) if count == 1 else torch.unique(column, return_inverse=True)
+        given = {"position_ids": running.positions.view(count, -1), "logits_to_keep": columns, "use_cache": True}
         inputs |= {name: value for name, value in given.items() if name in self.accepts}
         with torch.inference_mode(), self._attending(running) as cache:
-            logits: Tensor = self.model(**inputs, cache=cache).logits[0]
-            return logits if "logits_to_keep" in self.accepts else logits[keep]
+            logits: Tensor = self.model(**inputs, cache=cache).logits  # [S, columns, V]
+            if "logits_to_keep" not in self.accepts:
+                return logits[row, column]
+            return logits[0] if count == 1 else logits[row, place]
 
     @contextlib.contextmanager
     def _attending(self, running: Pass) -> Iterator[Cache]:

@@ -1,14 +1,14 @@
 """What a model does with keys and values, found by watching it rather than by reading its config.
 
 Owns the probe: two rows are run through the hooks, with attention that returns zeros, and every layer's tensors are looked at. Heads and
-widths, layers that read another layer's keys, each layer's window and how keys turn with position come from there, so no family needs code
-of its own. Which layers go on with stored keys and values (see `hooks`) is found too, and that they use each entry by itself, so that
-entries may come in any order. Touches no cache and no weights.
+widths, layers that read another layer's keys, each layer's window, recurrent states and how keys turn with position come from there, so no
+family needs code of its own. Which layers go on with stored keys and values (see `hooks`) is found too, and that they use each entry by
+itself, so that entries may come in any order. Touches no cache and no weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
-from onekv.models.hooks import Hooked, Pass, Sink
+from onekv.models.hooks import Hooked, RecurrentState, Sink
 from onekv.models.rotary import NoRotation, frequencies_of, pinned, pins_of, rope_of
 from onekv.storage import LayerSpec
 
@@ -50,6 +50,8 @@ class _Watcher:
         self.windows: set[Window] = set()
         self.last_row: list[Tensor] = []  # q, k and v of the second row, call by call; what a layer made of its entry, wherever it lies
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> k and v of all rows
+        self.states: Mapping[int, RecurrentState] = {}  # layer -> states after the rows
+        self.logits = torch.empty(0)  # of the last row, [1, V]
         self.error: Exception | None = None
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -166,12 +168,12 @@ def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) 
     if len(positions) < 2:
         return tuple(layers), f"its context of {max_positions} positions is too short to see how keys turn"
     seen = _watch(hooked, [1] * len(positions), positions)
-    widths = {width for layer in layers for width in (layer.head_dim, layer.v_dim)}
+    widths = {width for layer in layers if layer.has_cells for width in (layer.head_dim, layer.v_dim)}
     with pinned(hooked.pins):
         frequencies = frequencies_of(hooked.model, hooked.model.config.get_text_config(decoder=True), widths)
     turned = []
     for i, layer in enumerate(layers):
-        if layer.source is not None:
+        if layer.source is not None or not layer.has_cells:
             turned.append(layer)
             continue
         try:
@@ -181,8 +183,59 @@ def read_ropes(hooked: Hooked, layers: Sequence[LayerSpec], max_positions: int) 
     return tuple(turned), None
 
 
-def _watch(hooked: Hooked, tokens: list[int], positions: list[int], order: Sequence[int] | None = None) -> _Watcher:
-    watcher = _look(hooked, tokens, positions, order)
+def read_states(hooked: Hooked, vocab_size: int, max_positions: int) -> tuple[dict[int, RecurrentState], bool]:
+    """A state of every recurrent layer, and whether a sequence that has one can take only one row at a time.
+
+    Three rows are evaluated at once, and again with the state handed over after the first: the last logits and states must agree. A state
+    of zeros must be as good as none, and another sequence beside it must change nothing.
+
+    Raises:
+        UnsupportedModel: names the model and what differs.
+    Cost: five forwards of six rows or fewer; eight where a state takes one row at a time. None without recurrent layers.
+    """
+    if not hooked.recurrent:
+        return {}, False
+    tokens, positions = [1 % vocab_size, 2 % vocab_size, 3 % vocab_size], [min(p, max_positions - 1) for p in range(3)]
+    tolerance = 1e-4 if hooked.model.dtype == torch.float32 else 3e-2
+
+    def outcome(seen: _Watcher) -> list[Tensor]:
+        return [seen.logits, *(tensor[-1:].float() for state in seen.states.values() for tensor in state.tensors)]
+
+    def agrees(seen: _Watcher) -> bool:
+        pairs = zip(outcome(seen), outcome(whole), strict=True)
+        return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max())) for a, b in pairs)
+
+    whole = _watch(hooked, tokens, positions, num_seqs=1)
+    if idle := sorted(set(hooked.recurrent) - set(whole.states)):
+        raise UnsupportedModel(f"{hooked.name}: layers {idle} are recurrent, but keep no states in the cache")
+    zeros = {i: state.filled([torch.zeros_like(t) for t in state.tensors]) for i, state in whole.states.items()}
+    if not agrees(_watch(hooked, tokens, positions, num_seqs=1, states=zeros)):
+        raise UnsupportedModel(f"{hooked.name}: recurrent states of zeros are not what a sequence begins with")
+    if not agrees(_watch(hooked, tokens[::-1] + tokens, positions * 2, num_seqs=2)):
+        raise UnsupportedModel(f"{hooked.name}: a sequence depends on the others of its batch")
+    for size in (2, 1):
+        states = _watch(hooked, tokens[:1], positions[:1], num_seqs=1).states
+        for start in range(1, 3, size):
+            rows = slice(start, start + size)
+            seen = _watch(hooked, tokens[rows], positions[rows], num_seqs=1, states=states)
+            states = seen.states
+        if agrees(seen):
+            return zeros, size == 1
+    raise UnsupportedModel(f"{hooked.name}: its recurrent layers do not go on from the states they leave")
+
+
+def _watch(
+    hooked: Hooked,
+    tokens: list[int],
+    positions: list[int],
+    order: Sequence[int] | None = None,
+    num_seqs: int | None = None,
+    states: Mapping[int, RecurrentState] | None = None,
+) -> _Watcher:
+    """Run some rows; arguments as for `_Watcher` and `_run`."""
+    if order is None and (hooked.gathers or hooked.attends_itself):
+        order = range(len(tokens))
+    watcher = _look(hooked, tokens, positions, order, num_seqs, states)
     _check_ran(hooked, watcher)
     return watcher
 
@@ -193,11 +246,18 @@ def _check_ran(hooked: Hooked, watcher: _Watcher) -> None:
         raise UnsupportedModel(f"{hooked.name} does not run through the cache hooks: {type(error).__name__}: {error}") from error
 
 
-def _look(hooked: Hooked, tokens: list[int], positions: list[int], order: Sequence[int] | None = None) -> _Watcher:
+def _look(
+    hooked: Hooked,
+    tokens: list[int],
+    positions: list[int],
+    order: Sequence[int] | None = None,
+    num_seqs: int | None = None,
+    states: Mapping[int, RecurrentState] | None = None,
+) -> _Watcher:
     """As `_watch`, and what stopped the model is in `error`."""
     watcher = _Watcher(len(tokens), order)
     try:
-        _run(hooked, watcher, tokens, positions, keep=1)
+        watcher.logits, watcher.states = _run(hooked, watcher, tokens, positions, 1, num_seqs, states)
     except (OneKVError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -205,12 +265,26 @@ def _look(hooked: Hooked, tokens: list[int], positions: list[int], order: Sequen
     return watcher
 
 
-def _run(hooked: Hooked, sink: Sink, tokens: list[int], positions: list[int], keep: int) -> Tensor:
-    """Logits [keep, V] of the last rows."""
+def _run(
+    hooked: Hooked,
+    sink: Sink,
+    tokens: list[int],
+    positions: list[int],
+    keep: int,
+    num_seqs: int | None = None,
+    states: Mapping[int, RecurrentState] | None = None,
+) -> tuple[Tensor, dict[int, RecurrentState]]:
+    """Logits [keep, V] of the last rows, float32, and the recurrent states after all.
+
+    Args:
+        num_seqs: how many sequences the rows are cut into; None: all are packed, or each is one where a layer is recurrent
+        states:   recurrent states before the rows
+    """
     device = hooked.model.device
-    running = Pass(hooked.name, sink, hooked.masks, torch.tensor(positions, device=device), None, hooked.attends_itself)
+    num_seqs = num_seqs or (len(tokens) if hooked.recurrent else 1)
+    running = hooked.begin(sink, torch.tensor(positions, device=device), None, num_seqs, states)
     rows = torch.arange(len(tokens) - keep, len(tokens), device=device)
-    return hooked.run(running, tokens=torch.tensor(tokens, device=device), keep=rows)
+    return hooked.run(running, tokens=torch.tensor(tokens, device=device), keep=rows).float(), running.states
 
 
 def _check_own_attention(hooked: Hooked, vocab_size: int, positions: list[int]) -> None:
@@ -227,7 +301,7 @@ def _check_own_attention(hooked: Hooked, vocab_size: int, positions: list[int]) 
     )
     try:
         one, other = (
-            _run(hooked, _Given(hooked.name, order), tokens, positions, keep=len(tokens)).float()
+            _run(hooked, _Given(hooked.name, order), tokens, positions, keep=len(tokens))[0]
             for order in ([*range(9)], [4, 10, 0, 8, 2, 11, 6, 1, 9, 5, 7, 3])
         )
     except (OneKVError, torch.OutOfMemoryError):
@@ -250,23 +324,28 @@ def _specs(hooked: Hooked, seen: _Watcher) -> tuple[LayerSpec, ...]:
     by_layer = {call.layer: call for call in calls}
     if any(by_layer[call.layer] != call for call in calls) or max(by_layer, default=0) >= num_layers:
         raise UnsupportedModel(f"{hooked.name}: a layer attends in several ways, or is not one of the {num_layers} its config names")
-    if len(by_layer) < num_layers:
-        never = [layer for layer in range(num_layers) if layer not in by_layer]
-        raise UnsupportedModel(
-            f"{hooked.name}: layers {never} do not attend to stored keys (recurrent layers, or attention of another kind)"
-        )
+    states = {i: tuple(tuple(t.shape[1:]) for t in state.tensors) for i, state in seen.states.items()}
+    if states and not by_layer:
+        raise UnsupportedModel(f"{hooked.name}: all its layers are recurrent; positions live in cells, so at least one layer must attend")
+    if never := [layer for layer in range(num_layers) if layer not in by_layer and layer not in states]:
+        raise UnsupportedModel(f"{hooked.name}: layers {never} neither attend to stored keys nor keep recurrent states in the cache")
     specs: list[LayerSpec] = []
-    for _, call in sorted(by_layer.items()):
+    for layer in range(num_layers):
+        if layer not in by_layer:
+            specs.append(LayerSpec(0, 0, states=states[layer]))
+            continue
+        call = by_layer[layer]
         groups, width, value_width = seen.stored[call.origin]
         if call.num_heads % groups:
-            raise UnsupportedModel(f"{hooked.name}, layer {call.layer}: {call.num_heads} query heads over {groups} key heads")
+            raise UnsupportedModel(f"{hooked.name}, layer {layer}: {call.num_heads} query heads over {groups} key heads")
         specs.append(
             LayerSpec(
                 num_kv_heads=groups,
                 head_dim=width,
                 value_dim=None if value_width == width else value_width,
                 window=call.window,
-                source=None if call.origin == call.layer else call.origin,
+                source=None if call.origin == layer else call.origin,
+                states=states.get(layer, ()),
             )
         )
     idle = sorted(set(seen.stored) - {call.origin for call in calls})
