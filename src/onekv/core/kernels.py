@@ -28,13 +28,18 @@ AHEAD = 16  # cells asked for before they are read
 _PADDED = -(-BLOCK // TILE_ROWS) * TILE_ROWS
 
 
+SPILL = 32  # floats behind a decoded head that may be overwritten
+
+
 def decode(out: Any, at: int, stored: Any, cell: int, head: int, width: int) -> None:
-    """out[at:at + width] = one head of one cell as float32."""
+    """out[at:at + width] = one head of one cell as float32; up to SPILL floats behind it may change."""
     raise NotImplementedError("compiled code only")
 
 
 @overload(decode, inline="always")
 def _decode(out, at, stored, cell, head, width):
+    if stored.dtype in (types.uint16, types.int16) and stored.layout == "C":
+        return _from_16_bits_in_rows
     return _DECODERS[stored.dtype]
 
 
@@ -43,42 +48,39 @@ def _from_float32(out, at, stored, cell, head, width):
         out[at + i] = stored[cell, head, i]
 
 
-def _from_bfloat16(out, at, stored, cell, head, width):
+def _from_16_bits(out, at, stored, cell, head, width):
     for i in range(width):
-        out[at + i] = np.uint32(np.uint32(stored[cell, head, i]) << np.uint32(16)).view(np.float32)
+        out[at + i] = vectors.from_16(stored[cell, head, i])
 
 
-def _from_float16(out, at, stored, cell, head, width):
-    for i in range(width):
-        out[at + i] = vectors.from_half(stored[cell, head, i])
+def _from_16_bits_in_rows(out, at, stored, cell, head, width):
+    start = (np.int64(cell) * stored.shape[1] + head) * width
+    for i in range(0, width - 15, 16):
+        vectors.widen_16(vectors.pointer(stored, start + i), vectors.pointer(out, at + i))
+    for i in range(width // 16 * 16, width):
+        out[at + i] = vectors.from_16(stored[cell, head, i])
 
 
 def _from_q8_0(out, at, stored, cell, head, width):
     blocks = -(-width // 32)
+    start = (np.int64(cell) * stored.shape[1] + head) * stored.shape[2]
     for block in range(blocks):
-        low = np.int16(stored[cell, head, 32 * blocks + 2 * block]) & np.int16(255)
-        scale = vectors.from_half(np.int16(low | np.int16(np.int16(stored[cell, head, 32 * blocks + 2 * block + 1]) << 8)))
-        start = 32 * block
-        for i in range(start, min(start + 32, width)):
-            out[at + i] = np.float32(stored[cell, head, i]) * scale
+        scale = vectors.pointer(stored, start + 32 * blocks + 2 * block)
+        vectors.widen_8(vectors.pointer(stored, start + 32 * block), scale, vectors.pointer(out, at + 32 * block))
 
 
 def _from_q4_0(out, at, stored, cell, head, width):
     blocks = -(-width // 32)
+    start = (np.int64(cell) * stored.shape[1] + head) * stored.shape[2]
     for block in range(blocks):
-        low = np.int16(stored[cell, head, 16 * blocks + 2 * block])
-        scale = vectors.from_half(np.int16(low | np.int16(np.int16(stored[cell, head, 16 * blocks + 2 * block + 1]) << 8)))
-        start, source = 32 * block, 16 * block
-        for i in range(min(16, width - start)):
-            out[at + start + i] = np.float32(np.int32(stored[cell, head, source + i] & np.uint8(15)) - 8) * scale
-        for i in range(min(16, width - start - 16)):
-            out[at + start + 16 + i] = np.float32(np.int32(stored[cell, head, source + i] >> np.uint8(4)) - 8) * scale
+        scale = vectors.pointer(stored, start + 16 * blocks + 2 * block)
+        vectors.widen_4(vectors.pointer(stored, start + 16 * block), scale, vectors.pointer(out, at + 32 * block))
 
 
 _DECODERS = {
     types.float32: _from_float32,
-    types.uint16: _from_bfloat16,
-    types.int16: _from_float16,
+    types.uint16: _from_16_bits,
+    types.int16: _from_16_bits,
     types.int8: _from_q8_0,
     types.uint8: _from_q4_0,
 }
@@ -129,7 +131,7 @@ def _row(q, keys, values, cells, distance, left, right, scale, softcap, slopes, 
             query[h * width + i] = q[h, i] * scale
     score = np.empty((heads, BLOCK), np.float32)
     offsets = np.empty(LANES, np.int64)
-    copied = np.zeros(LANES * max(width, v_dim), np.float32)
+    copied = np.zeros(LANES * max(width, v_dim) + SPILL, np.float32)
     for h in range(heads):
         top[part, h], mass[part, h] = NOTHING, np.float32(0)
         for i in range(v_dim):
@@ -224,8 +226,7 @@ def _group(q, keys, values, cells, positions, queries, asked, first, last, left,
             query[e, i] = q[t, h, e] * scale
     highest_all, mass_all = np.full(padded, NOTHING, np.float32), np.zeros(padded, np.float32)
     total_all = np.zeros((v_dim, padded), np.float32)
-    k = np.zeros((_PADDED, width), np.float32)
-    v = np.zeros((BLOCK, v_padded), np.float32)
+    k, v = np.zeros(_PADDED * width + SPILL, np.float32), np.zeros(BLOCK * v_padded + SPILL, np.float32)
     score, out = np.empty((_PADDED, TILE_LANES), np.float32), np.empty((v_padded, TILE_LANES), np.float32)
     highest, added = np.empty(TILE_LANES, np.float32), np.empty(TILE_LANES, np.float32)
     for block in range(left // BLOCK * BLOCK, right, BLOCK):
@@ -234,11 +235,11 @@ def _group(q, keys, values, cells, positions, queries, asked, first, last, left,
         for x in range(count):
             cell = cells[begin + x]
             if cell >= 0:
-                decode(k.ravel(), x * width, keys, cell, g, width)
-                decode(v.ravel(), x * v_padded, values, cell, g, v_dim)
+                decode(k, x * width, keys, cell, g, width)
+                decode(v, x * v_padded, values, cell, g, v_dim)
             else:
-                k[x] = np.float32(0)
-                v[x] = np.float32(0)
+                k[x * width : (x + 1) * width] = np.float32(0)
+                v[x * v_padded : (x + 1) * v_padded] = np.float32(0)
         for lane in range(0, padded, TILE_LANES):
             seen, whole = False, True
             for i in range(lane, lane + TILE_LANES):

@@ -208,14 +208,86 @@ def tile(context, a, row_stride, step_stride, b, b_stride, steps, out, out_strid
     return types.void(a, size, size, b, size, size, out, size), code
 
 
+def _from_16(builder: Any, bits: Any, is_bfloat: bool) -> Any:
+    """A vector of 16-bit floats as float32."""
+    count = bits.type.count
+    if not is_bfloat:
+        return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), count)), _vector(count))
+    kind = ir.VectorType(_I32, count)
+    return builder.bitcast(builder.shl(builder.zext(bits, kind), ir.Constant(kind, [16] * count)), _vector(count))
+
+
 @intrinsic
-def from_half(context, bits):
-    """The float32 of a float16 given as its int16."""
+def from_16(context, bits):
+    """The float32 of a bfloat16 given as uint16, or of a float16 given as int16."""
+    is_bfloat = bits == types.uint16
 
     def code(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
+        zero = ir.Constant(_I32, 0)
+        one = builder.insert_element(ir.Constant(ir.VectorType(ir.IntType(16), 1), ir.Undefined), args[0], zero)
+        return builder.extract_element(_from_16(builder, one, is_bfloat), zero)
 
-    return types.float32(types.int16), code
+    return types.float32(bits), code
+
+
+@intrinsic
+def widen_16(context, stored, out):
+    """out[:16] = 16 numbers as `from_16` reads them. Both are addresses."""
+    is_bfloat = stored.dtype == types.uint16
+
+    def code(context, builder, signature, args):
+        stored, out = args
+        bits = builder.load(builder.bitcast(stored, ir.VectorType(ir.IntType(16), 16).as_pointer()), align=2)
+        _save(builder, _from_16(builder, bits, is_bfloat), out)
+        return context.get_dummy_value()
+
+    return types.void(stored, out), code
+
+
+def _half(builder: Any, start: Any) -> Any:
+    """The float16 at an address of bytes, as float32."""
+    place = builder.bitcast(start, ir.HalfType().as_pointer())
+    return builder.fpext(builder.load(place, align=2), _F32)
+
+
+def _bytes(builder: Any, start: Any, count: int) -> Any:
+    return builder.load(builder.bitcast(start, ir.VectorType(_I8, count).as_pointer()), align=1)
+
+
+def _scaled(builder: Any, integers: Any, scale: Any) -> Any:
+    """A vector of int32 as float32, times a scalar."""
+    width = integers.type.count
+    return builder.fmul(builder.sitofp(integers, _vector(width)), _spread(builder, scale, width))
+
+
+@intrinsic
+def widen_8(context, quants, scale, out):
+    """out[:32] = 32 int8 times the float16 at `scale`. All three are addresses; the first two of bytes."""
+
+    def code(context, builder, signature, args):
+        quants, scale, out = args
+        wide = builder.sext(_bytes(builder, quants, 32), ir.VectorType(_I32, 32))
+        _save(builder, _scaled(builder, wide, _half(builder, scale)), out)
+        return context.get_dummy_value()
+
+    return types.void(quants, scale, out), code
+
+
+@intrinsic
+def widen_4(context, quants, scale, out):
+    """out[:32] = (nibble - 8) times the float16 at `scale`, low nibbles of 16 bytes first. Addresses as for `widen_8`."""
+
+    def code(context, builder, signature, args):
+        quants, scale, out = args
+        packed, factor = _bytes(builder, quants, 16), _half(builder, scale)
+        kind = ir.VectorType(_I8, 16)
+        halves = builder.and_(packed, ir.Constant(kind, [15] * 16)), builder.lshr(packed, ir.Constant(kind, [4] * 16))
+        for i, half in enumerate(halves):
+            wide = builder.sub(builder.zext(half, ir.VectorType(_I32, 16)), ir.Constant(ir.VectorType(_I32, 16), [8] * 16))
+            _save(builder, _scaled(builder, wide, factor), _at(builder, out, 16 * i))
+        return context.get_dummy_value()
+
+    return types.void(quants, scale, out), code
 
 
 @njit(inline="always")
