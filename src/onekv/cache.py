@@ -140,6 +140,8 @@ class KVCache:
         cells = [sizes[g] for g in self._layer_group]
         self.store = KVStore(self.layers, cells, k_dtype, v_dtype, self.config.device, self.config.v_layout, hadamard)
         self.states = StateBank(self.layers, checkpoints, self.config.device)
+        if deterministic and self.states.shapes:
+            raise ConfigError("deterministic=True cannot be kept with recurrent layers: their states depend on how a sequence is cut")
         self._attend = find_backend(backend, self.config.device, deterministic)
         self._fixed = deterministic
         self._entered = threading.RLock()

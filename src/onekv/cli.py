@@ -196,6 +196,7 @@ def _plan_fields(budget: Budget, memory: int) -> dict[str, Any]:
         "num_cells": budget.num_cells,
         "window_cells": budget.window_cells,
         "kv_nbytes": budget.kv_nbytes,
+        "states_nbytes": budget.states_nbytes,
         "weights_nbytes": budget.model.weights_nbytes,
         "nbytes": budget.nbytes,
         "memory_nbytes": memory,
@@ -231,6 +232,8 @@ def _print_plan(model: str, budget: Budget, memory: int) -> None:
     window = "" if budget.window_cells is None else f", window_cells={budget.window_cells}"
     fits = "fits into" if budget.nbytes <= memory else "does NOT fit into"
     _out.print(f"{kv} of keys and values: cache_for(model, {budget.num_cells}{window})", markup=False)
+    if budget.states_nbytes:
+        _out.print(f"{_size(budget.states_nbytes)} of recurrent states, earlier ones to go back to included", markup=False)
     _out.print(f"{total} {fits} {_size(memory)}, what a forward allocates for a moment not counted", markup=False)
     context, sequences = budget.max_context(memory), budget.max_sequences(memory)
     limit = ", the model's limit" if context == budget.model.max_positions else ""

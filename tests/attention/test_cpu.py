@@ -150,6 +150,8 @@ def test_without_determinism_sharing_does_change_bits() -> None:
 def test_deterministic_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"deterministic=True needs the cpu backend.*sdpa"):
         KVCache([LayerSpec(1, 16)], 8, deterministic=True, backend="sdpa")
+    with pytest.raises(ConfigError, match="recurrent"):
+        KVCache([LayerSpec(1, 16), LayerSpec(0, 0, states=((4,),))], 8, deterministic=True)
     with pytest.raises(ConfigError, match="cpu backend cannot attend on cuda"):
         backend("cpu", "cuda")
     cache = KVCache([LayerSpec(1, 16)], 8, deterministic=True)

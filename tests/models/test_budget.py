@@ -51,6 +51,19 @@ def test_planned_bytes_are_those_of_a_built_cache(name: str, dtypes: tuple[str, 
         assert sum(kind.nbytes for kind in mine) == group["nbytes"]
 
 
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_recurrent_states_are_counted_with_the_earlier_ones_that_are_kept(name: str) -> None:
+    budget = Budget(seen(tiny_model(name).config), 30, 2)
+    model = Model(tiny_model(name))
+    cache = cache_for(model, 60)
+    for _ in range(6):
+        model.extend(cache, [0, 1], [[5, 6, 7], [8, 9, 10]])
+    assert budget.states_nbytes == cache.states.nbytes > 0
+    assert budget.kv_nbytes == cache.nbytes - cache.states.nbytes
+    assert budget.nbytes == budget.model.weights_nbytes + budget.kv_nbytes + budget.states_nbytes
+    assert budget.max_sequences(budget.nbytes) == 2
+
+
 def test_the_numbers_of_a_model_with_shared_layers_and_windows_by_hand() -> None:
     """gemma3n, tiny: 2 heads of 8 floats; layers 2 and 3 read 0 and 1. The window of 7 needs 3 * 7 + 16 cells."""
     budget = Budget(seen(tiny_model("gemma3n").config), 100, 3, max_ubatch=16)

@@ -313,7 +313,7 @@ def test_gathered_entries_that_a_layer_treats_otherwise_for_each_sequence_are_re
         cache_for(tiny_model("bailing_hybrid"), num_cells=8)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "falcon_h1", "bailing_hybrid"])
+@pytest.mark.parametrize("name", KINDS)
 def test_packed_weights_serve_recurrent_layers_and_deterministic_rows_are_refused(name: str, tokens_of: Tokens, tmp_path: Path) -> None:
     stock_of(name).save_pretrained(tmp_path)
     model = load_model(tmp_path, weights="float32")

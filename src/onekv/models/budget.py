@@ -5,6 +5,7 @@ Owns the arithmetic; what one cell takes is asked of the store, so that there is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Final
 
 import psutil
 
-from onekv.config import MAX_SEQS
+from onekv.config import MAX_SEQS, CacheConfig
 from onekv.core.window import Window
 from onekv.errors import ConfigError
 from onekv.models.skeleton import Skeleton
@@ -127,6 +128,8 @@ class Budget:
         sizes = self._sizes(self.context, self.sequences)
         members: dict[tuple[int, int, int, int], list[int]] = {}
         for i, spec in enumerate(self.model.layers):
+            if group_of[i] < 0:
+                continue  # recurrent: no cells
             members.setdefault((group_of[i], spec.num_kv_heads, spec.head_dim, spec.v_dim), []).append(i)
         found = []
         for (group, heads, k_dim, v_dim), layers in sorted(members.items()):
@@ -141,13 +144,22 @@ class Budget:
         return self._kv_nbytes(self.context, self.sequences)
 
     @property
+    def states_nbytes(self) -> int:
+        """Most bytes of recurrent states: every sequence's, and as many earlier ones as a cache keeps; 0 without recurrent layers."""
+        return self._states_nbytes(self.sequences)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of weights and cells."""
-        return self.model.weights_nbytes + self.kv_nbytes
+        """Bytes of weights, cells and recurrent states."""
+        return self.model.weights_nbytes + self.kv_nbytes + self.states_nbytes
 
     def _kv_nbytes(self, context: int, sequences: int) -> int:
         sizes = self._sizes(context, sequences)
         return sum(kind.cell_nbytes * sizes[kind.group] for kind in self.kinds)
+
+    def _states_nbytes(self, sequences: int) -> int:
+        numbers = sum(math.prod(shape) for spec in self.model.layers for shape in spec.states)
+        return 4 * numbers * sequences * (1 + CacheConfig(num_cells=1).checkpoints)
 
     def max_context(self, memory: int) -> int:
         """Most tokens a sequence, of as many sequences, so that all fits into `memory` bytes; 0 if nothing does."""
@@ -163,7 +175,10 @@ class Budget:
         while low < high:
             middle = (low + high + 1) // 2
             context, sequences = of(middle)
-            if self._kv_nbytes(context, sequences) <= room and self._sizes(context, sequences)[0] <= MAX_CELLS:
+            if (
+                self._kv_nbytes(context, sequences) + self._states_nbytes(sequences) <= room
+                and self._sizes(context, sequences)[0] <= MAX_CELLS
+            ):
                 low = middle
             else:
                 high = middle - 1

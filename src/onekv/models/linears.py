@@ -16,7 +16,9 @@ any number of rows, at half the speed of float32 for many.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn, Protocol, cast, get_args
@@ -430,7 +432,7 @@ def pack(
 
     With kind "int4" the output layer is kept in 8 bits: its rounding reaches the logits undamped (Kullback-Leibler divergence of
     SmolLM2-135M's next token, 4 bits 4e-2, 8 bits 1e-3). A layer whose K is no multiple of 32, or N no multiple of 16, is kept in
-    bfloat16.
+    bfloat16. A layer whose weight other code reads stays as it is.
 
     Args:
         joins:  layers to multiply as one
@@ -447,9 +449,18 @@ def pack(
         maker.replace(one.parent, one.names, names)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and not _reads_weight(type(parent), name):
                 maker.replace(parent, (name,), names)
     return maker.nbytes
+
+
+def _reads_weight(parent: Any, child: str) -> bool:
+    """Whether a module's code takes a linear layer's weight or bias itself, as Jamba's does: such a layer stays as it is."""
+    try:
+        source = inspect.getsource(parent)
+    except (OSError, TypeError):
+        return False
+    return re.search(rf"self\.{child}\.(weight|bias)\b", source) is not None
 
 
 def packed_nbytes(weight: Tensor, kind: Kind, is_head: bool) -> int:
