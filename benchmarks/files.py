@@ -3,8 +3,8 @@
     python -m benchmarks.files [--directory DIR] [--quick] [--busy]
 
 One sequence of 4,096 tokens of the demo model in float32 cells: written to a file and made durable, then read back. The plain sides write
-the same number of bytes with one `write` and `fsync`, and read them with one `read`; a file just written is read from the system's memory,
-on both sides. The prefill is the demo model's, on the same tokens.
+the same number of bytes with one `write` and `fsync`, and read them with one `read`; before each reading the system is asked to forget what
+it holds of the file, on both sides. The prefill is the demo model's, on the same tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,24 @@ def main(argv: Listing[str] | None = None) -> None:
                 file.flush()
                 os.fsync(file.fileno())
 
+        def forget() -> None:
+            descriptor = os.open(saved, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+        def load() -> float:
+            forget()
+            return timed(lambda: cache.load(saved, other))
+
+        def read() -> float:
+            forget()
+            return timed(saved.read_bytes)
+
         sides = {
             "save": lambda: timed(lambda: seq.save(saved)),
             "plain write": lambda: timed(write),
-            "load": lambda: timed(lambda: cache.load(saved, other)),
-            "plain read": lambda: timed(saved.read_bytes),
+            "load": load,
+            "plain read": read,
         }
         took = in_turns(sides, turns)
     results = [Result(f"{name}, {len(data) / 1e6:.0f} MB", seconds * 1e3, "ms") for name, seconds in took.items()]

@@ -1175,7 +1175,13 @@ class Step:
         self._states[layer] = self._open_cache().states.checked(layer, states, self.ubatch.num_sets)
 
     def _entries(self, layer: int) -> Entries:
-        """The cells any row sees in this layer, and which each sees. Made once for the layers of a group."""
+        """The cells any row sees in this layer, and which each sees. Made once for the layers of a group.
+
+        Raises:
+            ConfigError: the cache is deterministic: what torch makes of gathered entries depends on how many there are.
+        """
+        if self.plan.cache._fixed:
+            raise ConfigError("deterministic=True cannot be kept for a model that attends to gathered entries (latent or own attention)")
         return self._views[self._group(layer)].once("entries", lambda view: entries_of(view, self.plan.cache.store.device))
 
     def _gather(self, layer: int) -> tuple[Tensor, Tensor]:

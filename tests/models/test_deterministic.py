@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from onekv import KVCache, cache_for, load_model
+from families import tiny_model
+from onekv import ConfigError, KVCache, UnsupportedModel, cache_for, load_model
 from onekv.models import Model
 
 VOCAB = 96
@@ -110,6 +111,17 @@ def test_logits_are_equal_to_the_bit_over_random_schedules(saved: Path, weights:
         for text, logits in zip(all_texts, together, strict=True):
             expected = alone(model, text, wanted, k_dtype)
             assert torch.equal(logits, expected), (seed, (logits - expected).abs().max())
+
+
+def test_a_model_that_attends_to_gathered_entries_is_refused(tmp_path: Path) -> None:
+    model = Model(tiny_model("deepseek_v3"))
+    cache = cache_for(model, 16, deterministic=True)
+    with pytest.raises(ConfigError, match="gathered entries"):
+        model.extend(cache, [0], [[5, 6]])
+    assert cache.num_used == 0
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="latent attention"):
+        load_model(tmp_path, deterministic=True)
 
 
 def test_without_determinism_schedules_do_change_bits(saved: Path) -> None:

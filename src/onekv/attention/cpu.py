@@ -58,7 +58,7 @@ def _memory(store: KVStore, layer: int) -> tuple[Array, Array]:
 
 
 def _floats(tensor: Tensor | None) -> NDArray[np.float32]:
-    return _NO_FLOATS if tensor is None else tensor.detach().float().contiguous().numpy()
+    return _NO_FLOATS if tensor is None else tensor.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
 class _Reading:
@@ -104,8 +104,8 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
         numba.set_num_threads(reading.workers)
 
     queries = q.detach() if q.requires_grad else q
-    if q.dtype != torch.float32:
-        queries = queries.float()
+    if q.dtype != torch.float32 or q.device.type != "cpu":
+        queries = queries.to("cpu", torch.float32)
     if store.k_codec.hadamard:
         queries = hadamard(queries)
     given = queries.contiguous().numpy(), keys, values, *reading.cells
@@ -120,4 +120,4 @@ def attend(store: KVStore, layer: int, view: View, q: Tensor, score: Score) -> T
     kernels.merge(*partial, spans.parts, spans.offsets, _floats(score.sinks), out.numpy())
     if store.v_codec.hadamard:
         out = hadamard(out)
-    return out.to(q.dtype)
+    return out.to(q.device, q.dtype)

@@ -216,10 +216,10 @@ def _group(q, keys, values, cells, positions, queries, asked, first, last, left,
     v_padded = -(-v_dim // TILE_ROWS) * TILE_ROWS
     query = np.zeros((width, padded), np.float32)
     low, high = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
-    at, slope = np.zeros(padded, np.float32), np.zeros(padded, np.float32)
+    at, slope = np.zeros(padded, np.int64), np.zeros(padded, np.float32)
     for i in range(n):
         t, h = asked[i // lanes], g * lanes + i % lanes
-        low[i], high[i], at[i] = first[t], last[t], np.float32(queries[t])
+        low[i], high[i], at[i] = first[t], last[t], queries[t]
         if slopes.size:
             slope[i] = slopes[h]
         for e in range(width):
@@ -265,7 +265,7 @@ def _group(q, keys, values, cells, positions, queries, asked, first, last, left,
             if slopes.size:
                 for x in range(count):
                     for i in range(TILE_LANES):
-                        score[x, i] += slope[lane + i] * (np.float32(positions[begin + x]) - at[lane + i])
+                        score[x, i] += slope[lane + i] * np.float32(positions[begin + x] - at[lane + i])
             if not whole:
                 for x in range(count):
                     for i in range(TILE_LANES):
@@ -311,7 +311,7 @@ def rows(
         for i in range(shares[worker], shares[worker + 1]):
             seq, left, right, a, _, part = items[work[i, 0]]
             t = asked[a]
-            distance = row_positions[seq, :0] if slopes.size == 0 else row_positions[seq] - queries[t]
+            distance = row_positions[seq, :0] if slopes.size == 0 else row_positions[seq, :right] - queries[t]
             _row(q[t], keys, values, column[seq], distance, left, right, scale, softcap, slopes, part, total, top, mass, k_width, v_width)
 
 
