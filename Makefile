@@ -20,7 +20,7 @@ demo: setup
 	$(BIN)/onekv demo
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 # Also what needs minutes.
 test-all: setup

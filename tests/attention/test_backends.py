@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 0.8},
     "sinks": {"sinks": True},
     "alibi": {"alibi": True},
+    "alibi, not causal": {"alibi": True, "causal": False},
     "alibi, sliding": {"alibi": True, "window": Window.sliding(5)},
     "buckets": {"buckets": True},
     "buckets, not causal": {"buckets": True, "causal": False},

@@ -156,7 +156,7 @@ def _row(q, keys, values, cells, distance, left, right, scale, softcap, slopes, 
                     score[h, x] = softcap * vectors.tanh(score[h, x] / softcap)
             if slopes.size:
                 for x in range(n):
-                    score[h, x] += slopes[h] * np.float32(distance[block + x])
+                    score[h, x] -= slopes[h] * np.float32(abs(distance[block + x]))
             highest = top[part, h]
             for x in range(n):
                 highest = max(highest, score[h, x])
@@ -265,7 +265,7 @@ def _group(q, keys, values, cells, positions, queries, asked, first, last, left,
             if slopes.size:
                 for x in range(count):
                     for i in range(TILE_LANES):
-                        score[x, i] += slope[lane + i] * np.float32(positions[begin + x] - at[lane + i])
+                        score[x, i] -= slope[lane + i] * np.float32(abs(positions[begin + x] - at[lane + i]))
             if not whole:
                 for x in range(count):
                     for i in range(TILE_LANES):
