@@ -20,6 +20,7 @@ from onekv.errors import CacheFull, OneKVError
 Placement = Literal["scattered", "contiguous"]
 
 _log = logging.getLogger("onekv.placement")
+_NOT_ASKED = np.empty(0, np.int64)
 
 
 def find_slots(group: Group, count: int, following: NDArray[np.int64], placement: Placement) -> Slots | None:
@@ -69,8 +70,11 @@ def plan_slots(cells: Cells, ubatches: Sequence[Ubatch], placement: Placement) -
         raise OneKVError("a change of positions is pending; apply it before placing rows")
     trial = cells if len(ubatches) == 1 else cells.clone()
     chosen: list[list[Slots]] = []
-    for ubatch, later in zip(ubatches, _later_queries(ubatches, cells.max_seqs), strict=True):
-        following = np.minimum(trial.next_queries(ubatch), later)
+    # Only a window lets cells expire, so only then does it matter who is queried where.
+    expire = not all(group.window.is_full for group in cells.groups)
+    laters = _later_queries(ubatches, cells.max_seqs) if expire else [_NOT_ASKED] * len(ubatches)
+    for ubatch, later in zip(ubatches, laters, strict=True):
+        following = np.minimum(trial.next_queries(ubatch), later) if expire else later
         slots = []
         for g, group in enumerate(trial.groups):
             found = find_slots(group, len(ubatch), following, placement)
