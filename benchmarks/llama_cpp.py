@@ -211,6 +211,7 @@ def main(argv: Listing[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--weights", default="auto,int4", help="weights of onekv's side, as load_model takes them; several with commas")
     parser.add_argument("--k-dtype", default="bfloat16", help="onekv's cells")
+    parser.add_argument("--max-sequences", type=int, default=32, help="below 32: without the long cases of 32 sequences")
     parser.add_argument("--turns", type=int, default=5, help="runs of every side that are counted")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args(argv)
@@ -229,8 +230,9 @@ def main(argv: Listing[str] | None = None) -> None:
         results += bench.prefill(2, 512, ">= 3")
         results += bench.decode(1, 512, dict.fromkeys(every, ">= 1"))
         results += bench.decode(8, 512, dict.fromkeys(every, ">= 2"))
-        results += bench.decode(32, 512, dict.fromkeys(every, ">= 2"))
-        results += bench.decode(32, 2048, dict.fromkeys(every, ">= 3"), shared=True)
+        if given.max_sequences >= 32:
+            results += bench.decode(32, 512, dict.fromkeys(every, ">= 2"))
+            results += bench.decode(32, 2048, dict.fromkeys(every, ">= 3"), shared=True)
     report("llama_cpp", results, conditions)
 
 
