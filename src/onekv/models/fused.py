@@ -26,6 +26,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.smollm3 import modeling_smollm3 as smollm3
 
+from onekv.attention import Score
 from onekv.models.hooks import Hooked, Sink
 from onekv.models.linears import Join, Packed, Product
 from onekv.models.rotary import pinned
@@ -262,7 +263,7 @@ class _Layer:
         self._width = int(attention.head_dim)
         self._heads = attention.q_proj.out_features // self._width
         self._turned = self._heads + attention.k_proj.out_features // self._width  # heads of q and k together
-        self._scale = float(attention.scaling)
+        self._score = Score(float(attention.scaling))
         self._head_norm: _Norm | None = None
         if hasattr(attention, "q_norm"):
             groups = self._turned - self._heads
@@ -286,7 +287,7 @@ class _Layer:
         qkv = self._qkv(self._norm(h).to(self._qkv.dtype)).view(rows, -1, self._width)  # [T, H + 2 G, D]
         qk = self._turn(qkv[:, :turned]).to(qkv.dtype)
         sink.store(self._index, qk[:, heads:], qkv[:, turned:])
-        out = sink.attend(self._index, self._index, spec.window, qk[:, :heads], scale=self._scale, softcap=None, sinks=None)
+        out = sink.attend(self._index, self._index, spec.window, qk[:, :heads], self._score)
         out = out.reshape(rows, -1)
         if keep is not None:
             out, h = out[keep], h[keep]

@@ -364,34 +364,21 @@ class _StepSink:
             self._attended.add(layer)
         return self._step._gather(layer) if layer in self._gathers else None
 
-    def attend(
-        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, origin: int, window: Window, q: Tensor, score: Score) -> Tensor:
         if layer >= len(self._layers) or origin != self._owner[layer] or window != self._layers[layer].window:
             raise UnsupportedModel(
                 f"{self._model}, layer {layer}: attends to layer {origin} under {window}, and did otherwise when it was probed"
             )
         self._attended.add(layer)
-        return self._step.attend(layer, q, scale=scale, softcap=softcap, sinks=sinks)
+        return self._step.attend(layer, q, scale=score.scale, softcap=score.softcap, sinks=score.sinks)
 
-    def attend_to(
-        self,
-        layer: int,
-        window: Window,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
         if layer not in self._gathers or window != self._layers[layer].window:
             raise UnsupportedModel(
                 f"{self._model}, layer {layer}: attends under {window} to keys it did not store, and did otherwise when it was probed"
             )
         self._attended.add(layer)
-        return attend_to_entries(q, k, v, self._step._entries(layer), Score(scale, softcap, sinks))
+        return attend_to_entries(q, k, v, self._step._entries(layer), score)
 
     def visible(self, window: Window) -> Tensor:
         first = next(i for i, spec in enumerate(self._layers) if spec.has_cells)

@@ -40,6 +40,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from onekv.attention import Score
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
 from onekv.models.rotary import Pin, pinned
@@ -62,24 +63,11 @@ class Sink(Protocol):
         with the same."""
         ...
 
-    def attend(
-        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, origin: int, window: Window, q: Tensor, score: Score) -> Tensor:
         """Attend with q [T, H, D] to what layer `origin` stored, under `window`. Returns [T, H, Dv]."""
         ...
 
-    def attend_to(
-        self,
-        layer: int,
-        window: Window,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
         """Attend with q [T, H, D] to k [N, G, D] and v [N, G, Dv], which the layer made of the N that `store` returned. -> [T, H, Dv]."""
         ...
 
@@ -189,14 +177,14 @@ class Pass:
                 f"(k {tuple(k.shape)}, v {tuple(v.shape)}), as in an encoder"
             )
         window = self.masks.window_of(mask, self.model, layer)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        score = Score(q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         rows = _as_rows(q)
         if origin is not None:
-            out = self.sink.attend(layer, origin, window, rows, scale=scale, softcap=softcap, sinks=sinks)  # [S * T, H, Dv]
+            out = self.sink.attend(layer, origin, window, rows, score)  # [S * T, H, Dv]
         else:
             # What is gathered is the same for every sequence; the probe checks that a layer makes the same of it.
             made_k, made_v = (_as_rows(part[:1] if self._is_gathered else part) for part in (k, v))
-            out = self.sink.attend_to(layer, window, rows, made_k, made_v, scale=scale, softcap=softcap, sinks=sinks)
+            out = self.sink.attend_to(layer, window, rows, made_k, made_v, score)
         return out.reshape(self.num_seqs, -1, *out.shape[1:])
 
     def _origin(self, layer: int, k: Tensor, v: Tensor) -> int | None:

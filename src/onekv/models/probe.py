@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from onekv.attention import Score
 from onekv.core.window import Window
 from onekv.errors import OneKVError, UnsupportedModel
 from onekv.models.hooks import Hooked, RecurrentState, Sink
@@ -60,25 +61,12 @@ class _Watcher:
         self.last_row += [k[-1].float(), v[-1].float()]
         return None if self.order is None else (k[[*self.order]], v[[*self.order]])
 
-    def attend(
-        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, origin: int, window: Window, q: Tensor, score: Score) -> Tensor:
         self.attended.append(_Attended(layer, origin, window, q.shape[1]))
         self.last_row.append(q[-1].float())
         return q.new_zeros(*q.shape[:2], self.stored[origin][2])
 
-    def attend_to(
-        self,
-        layer: int,
-        window: Window,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
         self.attended.append(_Attended(layer, layer, window, q.shape[1], is_made=True))
         last = [i for i, row in enumerate(self._entries) if row == self.num_rows - 1]
         self.last_row += [q[-1].float(), k[last].float(), v[last].float()]
@@ -111,10 +99,10 @@ class _Given:
         keys, values = (size * torch.randn(12, *part.shape[1:], generator=made)[self.order].to(part) for size, part in ((1, k), (10, v)))
         return keys, values
 
-    def attend(self, layer: int, origin: int, window: Window, q: Tensor, **how: Any) -> Tensor:
+    def attend(self, layer: int, origin: int, window: Window, q: Tensor, score: Score) -> Tensor:
         raise self._mixed(layer)
 
-    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
         raise self._mixed(layer)
 
     def _mixed(self, layer: int) -> UnsupportedModel:

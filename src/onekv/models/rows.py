@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from onekv.attention import Score
 from onekv.core.window import Window
 from onekv.errors import UnsupportedModel
 from onekv.models.hooks import Sink
@@ -35,25 +36,12 @@ class AloneSink:
         self._widths[layer] = v.shape[2]
         self.stored += [k, v]
 
-    def attend(
-        self, layer: int, origin: int, window: Window, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: int, origin: int, window: Window, q: Tensor, score: Score) -> Tensor:
         self.stored.append(q)
         width = self._widths[origin]
         return q.repeat(1, 1, -(-width // q.shape[2]))[..., :width]
 
-    def attend_to(
-        self,
-        layer: int,
-        window: Window,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend_to(self, layer: int, window: Window, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
         raise UnsupportedModel("deterministic=True cannot be kept by a model that makes keys of other rows' entries (latent attention)")
 
     def visible(self, window: Window) -> Tensor:
