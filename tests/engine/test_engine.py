@@ -294,7 +294,7 @@ def test_beams_share_cells_wait_for_each_other_and_leave_nothing_behind() -> Non
         assert roomy.stats().used_cells < 3 * (6 + 3 * 9)
         settled(roomy)
     for cells in (36, 44):
-        with engine_of(model, cells, max_running=7) as engine:
+        with engine_of(model, cells, max_running=10, max_batch_tokens=16) as engine:
             streams = [engine.stream([i] * 6, beams=3, n=3, max_tokens=10) for i in range(3)]
             beside = engine.stream([9] * 8, max_tokens=20)
             for i, stream in enumerate(streams):
