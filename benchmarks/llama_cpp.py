@@ -148,15 +148,19 @@ class Bench:
         found: list[int] = self.rng.integers(100, 49_000, count).tolist()
         return found
 
-    def players(self, sequences: int, cells: int) -> dict[str, Player]:
+    def players(self, sequences: int, cells: int, longest: int) -> dict[str, Player]:
+        """Every side. A stream has cells of its own for its whole sequence, also for what it has in common with others."""
         # Weights of 4 bits are for few rows.
         used = {name: model for name, model in self.models.items() if sequences <= 8 or len(self.models) == 1 or not name.endswith("int4")}
         ours: dict[str, Player] = {name: Ours(model, sequences, cells, self.dtype) for name, model in used.items()}
         modes = {"unified": True, "streams": False} if sequences > 1 else {"unified": True}
-        return ours | {name: Theirs(self.lib, self.theirs, sequences, cells, unified, self.threads) for name, unified in modes.items()}
+        sizes = {name: cells if unified else sequences * longest for name, unified in modes.items()}
+        return ours | {
+            name: Theirs(self.lib, self.theirs, sequences, sizes[name], unified, self.threads) for name, unified in modes.items()
+        }
 
     def prefill(self, sequences: int, length: int, goal: str | None) -> list[Result]:
-        players = self.players(sequences, sequences * length)
+        players = self.players(sequences, sequences * length, length)
         prompts = [self.tokens(length) for _ in range(sequences)]
 
         def run(player: Player) -> float:
@@ -171,7 +175,8 @@ class Bench:
 
     def decode(self, sequences: int, length: int, goals: dict[str, str], shared: bool = False) -> list[Result]:
         steps = 4
-        players = self.players(sequences, (length if shared else sequences * length) + sequences * (steps + 1))
+        own = steps + 1
+        players = self.players(sequences, (length if shared else sequences * length) + sequences * own, length + own)
         prompts = [self.tokens(length) for _ in range(1 if shared else sequences)]
         for player in players.values():
             for seq, prompt in enumerate(prompts):

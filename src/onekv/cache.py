@@ -267,6 +267,18 @@ class KVCache:
             return False
         return self.cells.can_continue_at(number, pos)
 
+    def last_continuable(self, seq: SeqLike, pos: int) -> int:
+        """The largest position up to `pos`, and not beyond the end, for which `can_continue_at` is true; 0 if there is no other."""
+        number, pos = self._seq(seq), _integer("pos", pos)
+        pos = min(pos, self.cells.next_position(number))
+        while pos > 0 and not self.can_continue_at(number, pos):
+            pos = self.cells.last_continuable(number, pos)
+            if self.states and pos > 0:
+                positions = self.cells.positions(number)
+                kept = [int(positions[count - 1]) + 1 for count in self.states.kept(number)]
+                pos = max((p for p in kept if p <= pos), default=0)
+        return max(pos, 0)
+
     def _lost(self, seq: int, pos: int) -> StateLost:
         """The error for a sequence whose state at a position is not kept."""
         positions, counts = self.cells.positions(seq), self.states.kept(seq)

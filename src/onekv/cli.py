@@ -88,7 +88,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line, in order.")] = False,
 ) -> None:
     """Continue one or several prompts."""
-    sampling = Sampling(temperature, seed)
+    sampling = Sampling(temperature=temperature, seed=seed)
     loaded = load_model(model, weights=weights)
     prompts = [_encoded(loaded, text, i) for i, text in enumerate(prompt)]
     limits = [min(max_tokens, loaded.max_positions - len(ids) + 1) for ids in prompts]
@@ -370,7 +370,7 @@ def chat(
     cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype)
     start = [{"role": "system", "content": system}] if system else []
     branches = [Conversation(cache.sequence(), start)]
-    current, sampler = 0, Sampler(Sampling(temperature, seed))
+    current, sampler = 0, Sampler(Sampling(temperature=temperature, seed=seed))
     _out.print("/help lists the commands", style="dim")
     while True:
         try:

@@ -168,6 +168,41 @@ class Cells:
                     return False
         return True
 
+    def last_continuable(self, seq: int, position: int) -> int:
+        """Largest position up to the given one for which `can_continue_at` is true; 0 if there is none above.
+
+        Cost: O(entries of a window) for each gap in the cells.
+        """
+        seqs, first, last = np.array([seq]), np.empty(1, np.int64), np.empty(1, np.int64)
+        while position > 0 and not self.can_continue_at(seq, position):
+            nearest = position
+            for group in self.groups:
+                loops.visible_ranges(*group.rule, True, self.row_positions, self.row_lengths, seqs, np.array([position]), first, last)
+                entries = np.arange(first[0], last[0])
+                lost = (group.column[seq, entries] < 0) | (entries < group.lost[seq, 0])
+                if lost.any():
+                    # Not before it stands before the whole gap does a query see none of it.
+                    end = int(np.flatnonzero(lost)[-1])
+                    held = np.flatnonzero(~lost[:end])
+                    start = int(held[-1]) + 1 if held.size else 0
+                    nearest = min(nearest, int(self.row_positions[seq, entries[start]]) - 1)
+            position = nearest
+        return max(position, 0)
+
+    def count_owned(self, group: int, seqs: Sequence[int]) -> int:
+        """Different cells that sequences own in a group. Cost: O(cells + entries)."""
+        flags = np.zeros(self.groups[group].num_cells + 1, np.bool_)  # the last one stands for -1
+        for s in seqs:
+            flags[self.column(group, s)] = True
+        return int(np.count_nonzero(flags[:-1]))
+
+    def count_sole(self, group: int, seq: int, start: int = 0) -> int:
+        """Cells of the entries from `start` on that no other sequence owns: what removing them would free. Cost: O(entries)."""
+        cells = self.column(group, seq)[start:]
+        words = self.groups[group].owners[cells[cells >= 0]].copy()
+        words[:, seq >> 6] &= ~(np.uint64(1) << np.uint64(seq & 63))
+        return int(np.count_nonzero(~words.any(axis=1)))
+
     def owns_same_cells(self, one: int, other: int) -> bool:
         """True iff two sequences have equal rows."""
         n = self.row_lengths[one]
