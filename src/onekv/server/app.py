@@ -58,7 +58,7 @@ def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_bod
     app.state.api = api
     app.add_middleware(Doors, key=api_key, max_body=max_body)
     install(app)
-    made = {200: {"model": Completion}}
+    made: dict[int | str, dict[str, Any]] = {200: {"model": Completion}}
     for path, method, route, responses in (
         ("/v1/completions", "POST", api.completions, made),
         ("/v1/chat/completions", "POST", api.chat, made),

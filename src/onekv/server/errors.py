@@ -96,29 +96,40 @@ def _code(status: int) -> str:
 
 
 def refused(errors: Sequence[Any], body: object) -> ApiError:
-    """One answer for what a body's check found: it names the field, and says what was expected."""
-    groups: dict[str, list[Any]] = {}
+    """One answer for what a body's check found: it names the field, and says what was expected.
+
+    Of a value that may be of several types, every type it is not makes an error; the one it is nearest to is wrong deepest inside.
+    """
+    groups: dict[tuple[str, ...], list[Any]] = {}
     for error in errors:
         groups.setdefault(_field(error, body), []).append(error)
-    param, same = next(iter(groups.items()))
-    first = same[0]
+    path = max(groups, key=len)
+    first, param = groups[path][0], ".".join(path)
+    if not path:
+        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_body")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is no field of this request", param=param, code="unknown_parameter")
-    if not param:
-        return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_body")
     code = first["type"] if first["type"] == "unsupported_parameter" else "invalid_value"
-    said = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in same))
-    return ApiError(400, f"{param}: {said[:1].lower()}{said[1:]}", param=param, code=code)
+    said = dict.fromkeys(_said(error) for error in groups[path])
+    return ApiError(400, f"{param}: {' or '.join(said)}", param=param, code=code)
 
 
-def _field(error: Mapping[str, Any], body: object) -> str:
-    """Path of a field, as in "messages.0.content". A location also names the alternative of a union that was tried; that is no part of
+def _said(error: Mapping[str, Any]) -> str:
+    """What pydantic says, shorter."""
+    if error["type"].startswith("union_tag"):
+        return f"must be one of {error['ctx']['expected_tags']}" if "expected_tags" in error["ctx"] else "is missing"
+    message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be").replace(" after validation", "")
+    return message[:1].lower() + message[1:]
+
+
+def _field(error: Mapping[str, Any], body: object) -> tuple[str, ...]:
+    """Path of a field, as in messages, 0, content. A location also names the alternative of a union that was tried; that is no part of
     the path."""
     if named := error.get("ctx", {}).get("field"):
-        return str(named)
+        return (str(named),)
     where, *location = error["loc"]
     if where != "body":
-        return str(location[0])
+        return (str(location[0]),)
     path: list[str] = []
     at: Any = body
     for i, part in enumerate(location):
@@ -127,7 +138,9 @@ def _field(error: Mapping[str, Any], body: object) -> str:
         elif error["type"] != "missing" or i + 1 < len(location):
             continue
         path.append(str(part))
-    return ".".join(path)
+    if error["type"].startswith("union_tag"):
+        path.append(str(error["ctx"]["discriminator"]).strip("'"))
+    return tuple(path)
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:

@@ -83,7 +83,7 @@ def _common(engine: Engine, body: Generation) -> dict[str, Any]:
     bias = {int(i): value for i, value in (body.logit_bias or {}).items()}
     _check_ids(engine, bias, "logit_bias")
     _check_ids(engine, body.stop_token_ids or (), "stop_token_ids")
-    chosen = {
+    chosen: dict[str, Any] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_k": None if body.top_k is None else max(body.top_k, 0),  # vLLM's clients send -1 for all
         "top_p": body.top_p,

@@ -43,10 +43,16 @@ class Body(BaseModel):
 # --- messages -------------------------------------------------------------------------------------------------------------------
 
 
+def _text_only(value: object) -> object:
+    if isinstance(value, str) and value != "text":
+        raise PydanticCustomError("unsupported_parameter", "not supported here: parts other than text")
+    return value
+
+
 class TextPart(Body):
     """A piece of a message's text."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_text_only)]
     text: str
 
 
