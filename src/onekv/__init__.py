@@ -1,6 +1,6 @@
 """onekv: one fixed buffer of token cells, any number of conversations in it, any Hugging Face or GGUF model on top.
 
-Names of `onekv.models` are loaded at their first use, so that `import onekv` loads no transformers.
+Names of `onekv.models` and `onekv.engine` are loaded at their first use, so that `import onekv` loads no transformers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from onekv.errors import (
     BatchError,
     CacheFull,
     ConfigError,
+    EngineClosed,
     OneKVError,
+    QueueFull,
     RequestTooLarge,
+    SessionBusy,
     ShiftError,
     StateError,
     StateLost,
@@ -29,6 +32,10 @@ from onekv.errors import (
 from onekv.storage import LayerSpec, Rope
 
 if TYPE_CHECKING:
+    from onekv.engine.engine import Engine
+    from onekv.engine.request import Request
+    from onekv.engine.sampler import Sampling
+    from onekv.engine.session import Session
     from onekv.models import Model, as_cache, cache_for, detach, load_model
 
 __version__ = "0.1.0"
@@ -40,14 +47,21 @@ __all__ = [
     "CacheFull",
     "ConfigError",
     "ContextShift",
+    "Engine",
+    "EngineClosed",
     "KVCache",
     "LayerSpec",
     "Model",
     "OneKVError",
     "Plan",
+    "QueueFull",
+    "Request",
     "RequestTooLarge",
     "Rope",
+    "Sampling",
     "Sequence",
+    "Session",
+    "SessionBusy",
     "ShiftError",
     "StateError",
     "StateLost",
@@ -68,7 +82,12 @@ for _name in _DEBUG.get(os.environ.get("ONEKV_DEBUG", ""), ()):
     logging.getLogger(_name).setLevel(logging.DEBUG)
     logging.getLogger(_name).addHandler(logging.StreamHandler())
 
-_LATE = dict.fromkeys(("Model", "as_cache", "cache_for", "detach", "load_model"), "onekv.models")
+_LATE = dict.fromkeys(("Model", "as_cache", "cache_for", "detach", "load_model"), "onekv.models") | {
+    "Engine": "onekv.engine.engine",
+    "Request": "onekv.engine.request",
+    "Sampling": "onekv.engine.sampler",
+    "Session": "onekv.engine.session",
+}
 
 
 def __getattr__(name: str) -> Any:

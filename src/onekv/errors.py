@@ -9,6 +9,9 @@
     ├── StateError (ValueError)     a saved file is damaged, foreign, or does not fit this cache
     ├── UnsupportedModel            a model this library cannot serve exactly; says which part and why
     ├── RequestTooLarge             a request that can never fit, refused before it starts
+    ├── QueueFull                   more requests wait than the engine takes
+    ├── SessionBusy                 a request runs on the session
+    ├── EngineClosed                the engine ends, or has ended
     └── ConfigError (ValueError)    a setting that cannot work
 
 Whatever is raised, nothing has changed: the check comes before the first write.
@@ -91,6 +94,18 @@ class RequestTooLarge(OneKVError):
         super().__init__(message)
         self.needed = needed
         self.limit = limit
+
+
+class QueueFull(OneKVError):
+    """The engine takes no more requests at the moment. Nothing was queued; try again later."""
+
+
+class SessionBusy(OneKVError):
+    """A request runs on this session, so it cannot be changed. Nothing has changed."""
+
+
+class EngineClosed(OneKVError):
+    """The engine is closing or closed: it takes nothing new, and what could not be finished in time ended with this."""
 
 
 class ConfigError(OneKVError, ValueError):

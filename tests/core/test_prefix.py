@@ -85,6 +85,19 @@ def test_cells_that_others_own_too_do_not_count_as_freed() -> None:
     assert tree.evict(2, lambda holder, keep: max(0, 7 - keep)) == Evicted("a", 5)
 
 
+def test_a_whole_holder_is_given_up_and_what_others_hold_stays() -> None:
+    tree = PrefixTree[str]()
+    tree.insert((), [1, 2, 3], "a")
+    tree.insert((), [1, 2, 4], "b")
+    assert tree.evict_holder() == "a"
+    assert (tree.num_tokens, tree.match((), [1, 2, 3]).length) == (3, 2)
+    tree.check()
+    assert tree.evict_holder() == "b"
+    assert tree.evict_holder() is None
+    assert tree.num_tokens == 0
+    tree.check()
+
+
 def test_a_difference_says_where_and_why() -> None:
     tree = PrefixTree[str]()
     tree.insert((), list(range(20)), "a")
@@ -167,6 +180,7 @@ _action = st.one_of(
     st.tuples(st.just("insert"), _tokens),
     st.tuples(st.just("match"), _tokens),
     st.tuples(st.just("evict"), st.integers(1, 6)),
+    st.tuples(st.just("evict holder"), st.none()),
 )
 
 
@@ -201,6 +215,11 @@ def test_the_tree_answers_as_a_list_of_token_lists(actions: list[tuple[str, Any]
             assert found.length == best
             if found.holder is not None:
                 assert held[found.holder][:best] == given_[:best]
+        elif action == "evict holder":
+            gone = tree.evict_holder()
+            assert (gone is None) == (not held)
+            if gone is not None:
+                free(gone)
         else:
             before_tokens = tree.num_tokens
             evicted = tree.evict(given_, sole)

@@ -223,6 +223,16 @@ class PrefixTree(Generic[Holder]):
             return Evicted(holder, self._cut(node, holder, keep))
         return None
 
+    def evict_holder(self) -> Holder | None:
+        """Give up a whole holder, the one used least recently, for the caller to free; None: there is none."""
+        node = min(self._holding.values(), key=lambda n: (n.used, -n.depth), default=None)
+        if node is None or node.holder is None:
+            return None
+        holder = node.holder
+        self._note_given_up(node)
+        self._cut(node, holder, 0)
+        return holder
+
     def drop(self) -> list[Holder]:
         """Hold nothing any more. Returns the holders, for the caller to free."""
         held = self.holders()

@@ -83,9 +83,15 @@ class Output:
         self._mark(complete)
         return self._give()
 
-    def finish(self) -> Piece:
-        """The end: what was held back, an incomplete character as U+FFFD."""
+    def finish(self, token_id: int | None = None, logprobs: TokenLogprobs | None = None) -> Piece:
+        """The end: what was held back, an incomplete character as U+FFFD.
+
+        Args:
+            token_id: the token that ends the answer, which has no text
+        """
         if not self._is_over:
+            if token_id is not None:
+                self._waiting.append((token_id, logprobs))
             self._held += self._stream.flush()
             self._mark(len(self._waiting))
             self._is_over = True
