@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
+import torch
 from fastapi import FastAPI
 from openai import OpenAI
 
 from onekv.engine.engine import Engine
+from onekv.server import run
 from onekv.server.app import create_app
-from scripted import Scripted
+from scripted import VOCAB, Scripted
 
 NAME = "scripted"
+
+
+def coin(tokens: list[int]) -> torch.Tensor:
+    """Token 1 three times as likely as token 0, all others impossible."""
+    logits = torch.full((VOCAB,), -math.inf)
+    logits[0], logits[1] = 0.0, math.log(3)
+    return logits
 
 
 @dataclass
@@ -31,6 +40,8 @@ class Served:
     app: FastAPI
     url: str
     http: httpx.Client
+    server: run.Server
+    thread: threading.Thread
 
     @property
     def openai(self) -> OpenAI:
@@ -82,29 +93,26 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(model: Any = None, *, cells: int = 512, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
-    """Serve a model; settings go to `create_app`."""
+def serving(
+    model: Any = None, *, cells: int = 512, engine: dict[str, Any] | None = None, limit: float = 0.0, **settings: Any
+) -> Iterator[Served]:
+    """Serve a model; settings go to `create_app`. limit: seconds that requests have when the server is stopped."""
     model = model or Scripted()
     with Engine(model, model.cache(cells), **(engine or {})) as made:
         app = create_app(made, NAME, **settings)
-        with running(app) as url, httpx.Client(base_url=url, timeout=20) as http:
-            yield Served(model, made, app, url, http)
-        if isinstance(model, Scripted):
-            model.may_go.set()
-
-
-@contextlib.contextmanager
-def running(app: FastAPI) -> Iterator[str]:
-    """Run an application; where it is."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.002)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+        with run.listening_socket("127.0.0.1", 0) as bound:
+            started = threading.Event()
+            server = run.Server(app, started.set, limit)
+            thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+            thread.start()
+            assert started.wait(20), "the server did not start"
+            url = run.url_of(bound)
+            try:
+                with httpx.Client(base_url=url, timeout=20) as http:
+                    yield Served(model, made, app, url, http, server, thread)
+            finally:
+                if isinstance(model, Scripted):
+                    model.may_go.set()
+                server.should_exit = True
+                thread.join(20)
+                assert not thread.is_alive()

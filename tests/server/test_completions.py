@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from scripted import VOCAB, Scripted, says
-from serving import NAME, Served, error_of, serving
+from scripted import Scripted, says
+from serving import NAME, Served, coin, error_of, serving
 
 PATH = "/v1/completions"
 
@@ -168,13 +167,6 @@ def test_case_S08_a_chat_that_is_too_long_names_its_messages(small: Served) -> N
 
 
 # --- S12, I15: log-probabilities ----------------------------------------------------------------------------------------------------
-
-
-def coin(tokens: list[int]) -> torch.Tensor:
-    """Token 1 three times as likely as token 0, all others impossible."""
-    logits = torch.full((VOCAB,), -math.inf)
-    logits[0], logits[1] = 0.0, math.log(3)
-    return logits
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -24,7 +24,7 @@ from onekv.engine.request import Failed, Request as EngineRequest, Stream
 from onekv.errors import EngineClosed, RequestTooLarge
 from onekv.server import prompts
 from onekv.server.doors import Doors, JsonRoute
-from onekv.server.errors import ApiError, install
+from onekv.server.errors import ApiError, api_error, install
 from onekv.server.metrics import Metrics
 from onekv.server.schema import (
     ChatRequest,
@@ -151,7 +151,7 @@ class Api:
             first = await anext(events)
             if isinstance(first[1], Failed):
                 await events.aclose()
-                raise first[1].error
+                raise api_error(first[1].error) from first[1].error
             return EventStream(answer, first, events)
         except ClientGone:
             return Response(status_code=499)  # nobody reads it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -63,14 +64,18 @@ def serve(app: FastAPI, bound: socket.socket, *, ready: Callable[[], None], limi
     Args:
         ready: called when requests are answered
     """
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=int(limit) + 10)
     with _handled_signals():
-        _Server(config, ready, limit).run(sockets=[bound])
+        Server(app, ready, limit).run(sockets=[bound])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], limit: float) -> None:
-        super().__init__(config)
+class Server(uvicorn.Server):
+    """uvicorn, with an end that tells the clients."""
+
+    def __init__(self, app: FastAPI, ready: Callable[[], None], limit: float) -> None:
+        # What was told of the end has some time to be sent before connections are cut.
+        grace = math.ceil(limit) + 5
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=grace))
+        self._app = app
         self._ready = ready
         self._limit = limit
 
@@ -82,8 +87,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's own waits for open connections; meanwhile these are brought to an end."""
-        app: FastAPI = self.config.app  # type: ignore[assignment]
-        stopping = asyncio.create_task(app.state.api.stop(self._limit))
+        stopping = asyncio.create_task(self._app.state.api.stop(self._limit))
         await super().shutdown(sockets)
         await stopping
 

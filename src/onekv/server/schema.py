@@ -306,6 +306,7 @@ class ChatRequest(Generation):
     web_search_options: Annotated[None, unsupported("there is no search")] = None
     moderation: Annotated[None, unsupported("nothing is moderated")] = None
     prompt_cache_key: Annotated[None, unsupported("prefixes are found by their tokens; cache_salt keeps them apart")] = None
+    prompt_cache_options: Annotated[None, unsupported("prefixes are found by their tokens, and stay until their cells are needed")] = None
     prompt_cache_retention: Annotated[None, unsupported("prefixes stay until their cells are needed")] = None
     safety_identifier: Annotated[None, unsupported("requests are not told apart by user")] = None
 

@@ -169,7 +169,7 @@ class Answer(ABC):
         """Note an event; yields what a stream says of it.
 
         Raises:
-            Exception: the request failed with it.
+            ApiError: the request failed.
         """
         i, event = heard
         match event:
@@ -183,7 +183,7 @@ class Answer(ABC):
             case Finished():
                 yield from self._finish(self._n * i + event.index, event)
             case Failed():
-                raise event.error
+                raise api_error(event.error) from event.error
             case Done():
                 self._done.append(event)
                 if len(self._done) == len(self._explanations) and (self._usage or self._explain):
@@ -429,7 +429,8 @@ async def whole(answer: Answer, events: AsyncGenerator[Heard]) -> Completion:
     """Listen to the end.
 
     Raises:
-        Exception: the request failed with it; ClientGone.
+        ApiError: the request failed.
+        ClientGone, EngineClosed: as `Listeners.events` says.
     """
     async with contextlib.aclosing(events):
         async for heard in events:
