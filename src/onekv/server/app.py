@@ -73,7 +73,8 @@ def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_bod
         ("/", "GET", api.page, {}),
     ):
         app.add_api_route(path, route, methods=[method], response_model=None, responses=responses)
-    app.mount("/static", StaticFiles(directory=_STATIC, check_dir=False))
+    if _STATIC.is_dir():
+        app.mount("/static", StaticFiles(directory=_STATIC))
     return app
 
 
@@ -214,6 +215,9 @@ class Api:
 
     async def cells(self, group: Annotated[int, Query(ge=0, description="Which group of layers.")] = 0) -> Response:
         """Every used cell as [index, position, [owners], token id, text], and who the owners are."""
+        count = len(self.engine.cache.cells.groups)
+        if group >= count:
+            raise ApiError(400, f"group: there are {count} groups of layers, from 0 on", param="group", code="invalid_value")
         seen = await asyncio.to_thread(self.engine.cells, group)
         return JSONResponse({**seen, "cells": [[*cell, self._name(cell[3])] for cell in seen["cells"]]})
 
