@@ -55,9 +55,13 @@ class Text:
         """Whether `chat` can be used."""
         return self.tokenizer.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a raw prompt, with the special tokens the tokenizer adds to raw text by itself, and no chat template."""
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a raw prompt, without the chat template.
+
+        Args:
+            special: with the special tokens that the tokenizer adds to a raw text by itself, as at its start
+        """
+        return list(self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"])
 
     def chat(
         self,
@@ -122,6 +126,25 @@ class Text:
     def stream(self, *, special: bool = False) -> TextStream:
         """A detokenizer to be fed one id at a time."""
         return TextStream(self, special)
+
+    def token_bytes(self, token_id: int, *, special: bool = True) -> bytes:
+        """The bytes one token adds to a text, a space before its word included; none of an id beyond the vocabulary.
+
+        Args:
+            special: of special tokens, too
+        """
+        token = self._token(token_id)
+        if token is None or (not special and token_id in self._special_ids):
+            return b""
+        of_bytes = self._bytes_of(token)
+        if of_bytes is not None:
+            return of_bytes
+        # After another token, because some tokenizers leave out the space of the first.
+        return self.decode([*self._anchor, token_id], special=special)[len(self.decode(self._anchor)) :].encode()
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode("a", special=False)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
