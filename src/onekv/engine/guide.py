@@ -19,7 +19,7 @@ from onekv.errors import BatchError, ConfigError, OneKVError
 from onekv.models.text import Text
 
 # Without a bound, a model may write white space for ever.
-_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,32}"}
+_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,32}"}
 
 
 class Guides:

@@ -92,7 +92,7 @@ class Text:
     ) -> Any:
         if not self.has_chat_template:
             raise ConfigError("this model has no chat template; use a raw prompt")
-        given = [dict(tool) for tool in tools] if tools else None
+        given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
         if given and "tools" not in str(self.tokenizer.get_chat_template(tools=given)):
             raise ConfigError("this model's chat template knows no tools; send none, or use a model trained to call them")
         try:
