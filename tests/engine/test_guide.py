@@ -103,8 +103,9 @@ def test_a_number_may_end_or_go_on(guides: Guides) -> None:
     assert not guide.is_finished
     assert {END, ord("2")} <= allowed(guide)
     guide.accept(END)
-    assert guide.is_finished
-    assert allowed(guide) == {END}
+    for one in (guide, guide.fork()):
+        assert one.is_finished
+        assert allowed(one) == {END}
 
 
 def test_every_end_token_of_the_model_ends_the_answer(scripted: Scripted) -> None:

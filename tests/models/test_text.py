@@ -86,6 +86,14 @@ def test_a_piece_after_bytes_keeps_its_space(byte_tokenizer: PreTrainedTokenizer
         assert "".join(streamed(Text(byte_tokenizer), [*(b + 3 for b in before), spaced, spaced])) == f"{shown} a a"
 
 
+def test_a_token_without_text_does_not_begin_a_new_one(tokenizer_named: Callable[[str], PreTrainedTokenizerFast]) -> None:
+    text = Text(tokenizer_named("sentencepiece"))
+    text.__dict__["_decoders"] = None  # as for a tokenizer that is none of the tokenizers library
+    a, end, spaced = text.tokenizer.convert_tokens_to_ids(["a", "</s>", "▁a"])
+    assert streamed(text, [end, spaced, end, spaced]) == ["", "a", "", " a", ""]
+    assert streamed(text, [a, end, spaced], special=True) == ["a", "</s>", " a", ""]
+
+
 def test_bytes_of_tokens_join_to_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     text = Text(tokenizer)
     for sample in ("he a→漢b", "a a  b", "aé"):
