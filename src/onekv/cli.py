@@ -455,7 +455,7 @@ def serve(
         loaded = load_model(model, weights=weights, deterministic=deterministic)
         cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype, deterministic=deterministic)
         with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
-            made = server.create_app(engine, model, api_key=key)
+            made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))
 
 
