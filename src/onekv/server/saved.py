@@ -91,27 +91,36 @@ class SavedSessions:
             raise
 
     def _open(self) -> dict[str, Saved]:
+        """Read the index, and make it agree with the files. Nothing is changed before all of it was read."""
         self._index.execute("PRAGMA locking_mode = EXCLUSIVE")
-        self._index.execute("BEGIN EXCLUSIVE")  # kept until close: one process at a time
+        self._index.execute("BEGIN EXCLUSIVE")  # the lock is kept until close: one process at a time
         (version,) = self._index.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
             raise ConfigError(f"the index of {self._directory} has version {version}; this onekv reads version {_VERSION}")
         self._index.execute(_TABLE)
-        self._index.execute(f"PRAGMA user_version = {_VERSION}")
-        named = {file for (file,) in self._index.execute("SELECT file FROM sessions")}
+        if not version:
+            self._index.execute(f"PRAGMA user_version = {_VERSION}")
+        rows = self._index.execute(f"SELECT fingerprint, {_FIELDS} FROM sessions").fetchall()
+        read = [(fingerprint, _row(row)) for fingerprint, *row in rows]
+        there = self._tidy({one.file for _, one in read})
+        for _, one in read:
+            if one.file not in there:
+                _log.warning("%s is gone; its session is, too", self._directory / one.file)
+                self._index.execute("DELETE FROM sessions WHERE id = ?", (one.id,))
+        self._index.execute("COMMIT")
+        return {one.id: one for fingerprint, one in read if fingerprint == self._fingerprint and one.file in there}
+
+    def _tidy(self, named: set[str]) -> set[str]:
+        """Remove our files that the index does not name; returns the names of all others."""
         there = set()
         for path in self._directory.iterdir():
             is_ours = _FILE.fullmatch(path.name) or _SCRATCH.fullmatch(path.name)
             if is_ours and path.name not in named and stat.S_ISREG(path.lstat().st_mode):
                 _log.warning("%s was not saved to its end, or is no longer named; removed", path)
                 path.unlink()
-            there.add(path.name)
-        for file in named - there:
-            _log.warning("%s is gone; its session is, too", self._directory / file)
-            self._index.execute("DELETE FROM sessions WHERE file = ?", (file,))
-        self._index.execute("COMMIT")
-        rows = self._index.execute(f"SELECT {_FIELDS} FROM sessions WHERE fingerprint = ?", (self._fingerprint,))
-        return {one.id: one for one in map(_row, rows)}
+            else:
+                there.add(path.name)
+        return there
 
     def close(self) -> None:
         """Let another process have the directory."""

@@ -60,11 +60,11 @@ class Kept:
     @property
     def conversation(self) -> dict[str, Any]:
         """What is saved of it besides its tokens."""
-        return {"kind": self.kind, "turns": self.turns, "tools": self.tools}
+        return {"kind": self.kind, "turns": list(self.turns), "tools": self.tools}
 
     def converse(self, conversation: dict[str, Any]) -> None:
         """Take over what was saved."""
-        self.kind, self.turns, self.tools = conversation["kind"], conversation["turns"], conversation["tools"]
+        self.kind, self.turns, self.tools = conversation["kind"], list(conversation["turns"]), conversation["tools"]
 
 
 class SessionStore:
