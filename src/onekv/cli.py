@@ -27,7 +27,7 @@ from onekv.cache import KVCache, Sequence
 from onekv.config import MAX_SEQS
 from onekv.engine.bench import Speed, measure, num_tokens, other_load
 from onekv.engine.decode import Running, decode
-from onekv.engine.engine import Engine
+from onekv.engine.engine import Engine, window_cells
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
@@ -454,7 +454,10 @@ def serve(
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
         loaded = load_model(model, weights=weights, deterministic=deterministic)
-        cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype, deterministic=deterministic)
+        size = cells or 8192
+        few = window_cells(loaded, size, max_running=max_running)
+        ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
+        cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
         with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
             made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))

@@ -88,7 +88,7 @@ def test_index_and_files_are_made_to_agree_when_opened(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_symbolic_link_is_neither_read_nor_followed_nor_removed(tmp_path: Path) -> None:
+def test_case_S01_a_symbolic_link_is_neither_read_nor_followed_nor_removed(tmp_path: Path) -> None:
     outside, directory = tmp_path / "outside.txt", tmp_path / "sessions"
     outside.write_text("theirs")
     store = SavedSessions(directory, "m")

@@ -170,7 +170,7 @@ def test_what_a_session_cannot_do_is_refused_by_name(path: str, fields: dict[str
         assert served.refused(path, {**body, **fields})["param"] == param
 
 
-def test_an_unknown_session_is_not_found() -> None:
+def test_case_S01_an_id_that_is_no_session_is_not_found() -> None:
     with serving() as served:
         for name in ("sess_0", "../x", "sess_" + "0" * 32, "x" * 300):
             assert served.refused(TEXT, {"session": name, "prompt": "a"}, 404)["code"] == "session_not_found"
@@ -199,7 +199,7 @@ def test_case_I18_two_requests_on_one_session_run_one_after_the_other() -> None:
         assert {text for role, text in messages if role == "assistant"} == {"Sure, that is so."}
 
 
-def test_case_I18_operations_on_a_busy_session_are_a_409_and_change_nothing() -> None:
+def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing() -> None:
     scripted = model()
     with serving(scripted) as served:
         one = new(served)
@@ -327,7 +327,7 @@ def test_without_a_directory_nothing_is_saved() -> None:
         assert error_of(served.http.post(f"{ALL}/{one}/restore"), 404)["code"] == "not_saved"
 
 
-def test_a_saved_session_is_there_after_a_restart_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_case_E11_a_saved_session_is_there_after_a_restart_and_goes_on_where_it_was(tmp_path: Path) -> None:
     with serving(model(), sessions_dir=tmp_path) as served:
         one = new(served, name="kept", cache_salt="s")
         say(served, one, "a question that is long enough")

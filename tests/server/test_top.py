@@ -77,7 +77,7 @@ class _Elsewhere(http.server.BaseHTTPRequestHandler):
 def test_what_is_no_server_of_ours_is_told() -> None:
     with pytest.raises(ConfigError, match="begins with http"):
         top.read("ftp://x")
-    with pytest.raises(ConfigError, match="nobody answers on http://127.0.0.1:9"):
+    with pytest.raises(ConfigError, match=r"nobody answers on http://127.0.0.1:9"):
         top.read("http://127.0.0.1:9")
     with http.server.HTTPServer(("127.0.0.1", 0), _Elsewhere) as other:
         thread = threading.Thread(target=other.handle_request)
