@@ -221,7 +221,7 @@ def test_an_address_that_cannot_be_had_is_one_clear_error() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listening_socket("127.0.0.1", port)
         assert run.url_of(bound) == f"http://127.0.0.1:{port}"
-    with pytest.raises(ConfigError, match=r"cannot listen on 192.0.2.1:80"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:80"):
         run.listening_socket("192.0.2.1", 80)
 
 
