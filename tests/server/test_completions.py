@@ -219,6 +219,13 @@ def test_case_I15_echoed_logprobs_start_with_null_and_offsets_go_on_after_the_pr
         assert scored["usage"]["completion_tokens"] == 0
 
 
+def test_a_token_inside_a_character_starts_where_that_does() -> None:
+    with serving(Scripted(says("è😸!", after=1))) as served:
+        table = served.ok(PATH, {"prompt": "x", "temperature": 0, "logprobs": 0})["choices"][0]["logprobs"]
+        assert table["text_offset"] == [0, 0, 1, 1, 1, 1, 2, 3]
+        assert table["tokens"] == [*(f"bytes:\\x{byte:02x}" for byte in "è😸".encode()), "!", "<end>"]
+
+
 def test_impossible_tokens_have_a_finite_logprob() -> None:
     with serving(Scripted(coin)) as served:
         body = {"prompt": "ab", "max_tokens": 0, "logprobs": 3, "echo": True}

@@ -252,7 +252,9 @@ class Api:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, RequestTooLarge):
-                raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+                told = api_error(error)
+                told.param = param
+                raise told from error
             raise
         return streams
 

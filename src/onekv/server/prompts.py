@@ -297,9 +297,8 @@ def continued(
         whole = text.chat_text(messages, tools=tools) + opened
     except ConfigError as error:
         raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
-    start = text.decode(held, special=True)
-    if held and whole.startswith(start):
-        ids = [*held, *text.encode(whole[len(start) :], special=False)]
+    if held:
+        ids = [*held, *text.encode(whole[len(text.decode(held, special=True)) :], special=False)]
         if text.decode(ids, special=True) == whole:
             return ids
     return text.encode(whole, special=False)
