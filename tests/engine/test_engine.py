@@ -502,7 +502,7 @@ def test_case_S18_a_failure_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("n_keep", [0, 3, 63, 64])
-def test_input_I11_an_endless_answer_goes_on_while_its_oldest_tokens_give_way(n_keep: int) -> None:
+def test_case_I11_an_endless_answer_goes_on_while_its_oldest_tokens_give_way(n_keep: int) -> None:
     model = Scripted(lambda tokens: 97)
     with engine_of(model, 64) as engine:
         result = engine.generate([1, 2, 3, 4], max_tokens=150, context_shift=ContextShift(n_keep))
