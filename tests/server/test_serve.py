@@ -30,7 +30,7 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         assert process.stderr is not None
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"smollm2 answers on (http://127\.0\.0\.1:\d+)\n", line)
+            found = re.fullmatch(r"smollm2 answers on (http://127\.0\.0\.1:\d+); sessions are saved in .*sessions\n", line)
             assert found, (line, process.stderr.read() if process.poll() is not None else "")
             assert process.stdout.readline().startswith(f"curl {found[1]}/v1/chat/completions")
             yield found[1], process
@@ -87,6 +87,7 @@ def test_mistakes_are_one_clear_line_before_a_model_is_loaded(
             (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["--api-key-file", str(empty)], "must hold one API key"),
             (["--api-key-file", str(tmp_path / "none")], "cannot read the API key"),
+            (["--sessions-dir", str(tmp_path), "--no-save"], "leave out --sessions-dir"),
         ):
             monkeypatch.setattr(sys, "argv", ["onekv", "serve", *options])
             with pytest.raises(SystemExit) as ended:
