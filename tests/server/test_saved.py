@@ -130,7 +130,7 @@ def test_sessions_of_another_model_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     store = SavedSessions(tmp_path, "m")
-    with pytest.raises(ConfigError, match="another server keeps its sessions in .*--sessions-dir .*--no-save"):
+    with pytest.raises(ConfigError, match=r"another server keeps its sessions in .*--sessions-dir .*--no-save"):
         SavedSessions(tmp_path, "m")
     store.close()
     SavedSessions(tmp_path, "m").close()

@@ -10,46 +10,12 @@ from typing import Any
 import pytest
 
 from scripted import Scripted, says
-from serving import Served, error_of, serving
-
-CHAT, TEXT, ALL = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
+from serving import ALL, CHAT, TEXT, cached, contents, do, error_of, files_of, new, say, seen, serving
 
 
 def model() -> Scripted:
     """Answers "Sure, that is so." to everything."""
     return Scripted(says("Sure, that is so."))
-
-
-def new(served: Served, **fields: Any) -> str:
-    answer = served.http.post(ALL, json=fields)
-    assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
-
-
-def say(served: Served, session: str, text: str, **fields: Any) -> dict[str, Any]:
-    return served.ok(CHAT, {"session": session, "messages": [{"role": "user", "content": text}], "temperature": 0, **fields})
-
-
-def seen(served: Served, session: str) -> dict[str, Any]:
-    return served.ok(f"{ALL}/{session}")
-
-
-def do(served: Served, session: str, what: str, body: Any = None, status: int = 200) -> dict[str, Any]:
-    answer = served.http.post(f"{ALL}/{session}/{what}", **({} if body is None else {"json": body}))
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def contents(session: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in session["messages"]]
-
-
-def files_of(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")
 
 
 # --- conversations --------------------------------------------------------------------------------------------------------------

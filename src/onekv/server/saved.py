@@ -88,8 +88,8 @@ class SavedSessions:
             self._index.close()
             if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
                 raise ConfigError(
-                    f"another server keeps its sessions in {directory}; stop that one, or start this one with --sessions-dir and a directory "
-                    "of its own, or with --no-save"
+                    f"another server keeps its sessions in {directory}; stop that one, or start this one with another --sessions-dir "
+                    "or with --no-save"
                 ) from error
             if isinstance(error, sqlite3.Error | OSError | ValueError | TypeError) and not isinstance(error, ConfigError):
                 raise ConfigError(f"cannot keep sessions in {directory}: {error}") from error
@@ -226,7 +226,12 @@ class SavedSessions:
         for saved in self._all.values():
             if longest == wanted.size:
                 break
-            if saved.tokens.size <= longest or saved.tokens[longest] != wanted[longest] or saved.salt != salt or saved.edited_at is not None:
+            if (
+                saved.tokens.size <= longest
+                or saved.tokens[longest] != wanted[longest]
+                or saved.salt != salt
+                or saved.edited_at is not None
+            ):
                 continue
             length = common_prefix(saved.tokens, wanted)
             if length > longest:
