@@ -165,17 +165,18 @@ def test_case_I18_two_requests_on_one_session_run_one_after_the_other() -> None:
         assert {text for role, text in messages if role == "assistant"} == {"Sure, that is so."}
 
 
-def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing() -> None:
+def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing(tmp_path: Path) -> None:
     scripted = model()
-    with serving(scripted) as served:
+    with serving(scripted, sessions_dir=tmp_path) as served:
         one = new(served)
         say(served, one, "first")
+        do(served, one, "save")
         scripted.may_go.clear()
         answers: list[dict[str, Any]] = []
         asking = threading.Thread(target=lambda: answers.append(say(served, one, "second")))
         asking.start()
         served.until(lambda: served.app.state.api.sessions.get(one).lock.locked())
-        for what, body in (("fork", {}), ("rewind", {"messages": 1}), ("edit", {"message": 0}), ("restore", None)):
+        for what, body in (("fork", {}), ("rewind", {"messages": 1}), ("edit", {"message": 0}), ("save", None), ("restore", None)):
             error = error_of(
                 served.http.post(f"{ALL}/{one}/{what}", json=body) if body is not None else served.http.post(f"{ALL}/{one}/{what}"), 409
             )
@@ -185,6 +186,7 @@ def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing() ->
         asking.join()
         assert answers[0]["choices"][0]["message"]["content"] == "Sure, that is so."
         assert len(seen(served, one)["messages"]) == 4
+        assert len(do(served, one, "restore")["messages"]) == 2
 
 
 # --- fork, rewind, edit ---------------------------------------------------------------------------------------------------------
