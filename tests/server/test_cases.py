@@ -235,7 +235,7 @@ def test_case_E13_a_saved_blank_session_is_a_fresh_start(tmp_path: Path) -> None
 # --- E11, I19, I20: save and restore --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [None, Window.sliding(8)], ids=["full", "window"])
+@pytest.mark.parametrize("window", [None, Window.sliding(8)], ids=["case_E11-full", "case_E11-window"])
 def test_case_I19_a_session_is_saved_erased_restored_and_restored_again_after_a_restart(tmp_path: Path, window: Window | None) -> None:
     def model() -> Scripted:
         return Scripted(mixed, window=window)

@@ -57,6 +57,11 @@ def test_case_E11_a_session_outlives_the_process_and_goes_on_from_its_cells(tmp_
         session = httpx.post(f"{url}/v1/sessions", headers=headers, json={"name": "capitals"}).json()["id"]
         answer = client.chat.completions.create(messages=question, extra_body={"session": session}, **fields)
         assert "Paris" in (answer.choices[0].message.content or "")
+        # Another server cannot have the directory, and says what to do.
+        second = [sys.executable, "-m", "onekv.cli", "serve", "--weights", "float32", "--port", "0", *options]
+        refused = subprocess.run(second, capture_output=True, text=True, timeout=120, check=False)
+        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+        assert f"another server keeps its sessions in {tmp_path / 'sessions'}; stop that one, or" in refused.stderr
         # Stopped in the middle of a stream, which comes to its end.
         stream = client.completions.create(prompt="Count: one, two,", stream=True, **{**fields, "max_tokens": 40})
         first = next(stream)
