@@ -306,7 +306,7 @@ def test_case_I21_no_name_is_ever_a_path(tmp_path: Path, name: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["sessions"]
 
 
-@pytest.mark.parametrize("target", ["outside.txt", "nowhere"])
+@pytest.mark.parametrize("target", ["outside.txt", "nowhere", "copy"])
 def test_case_I22_a_symbolic_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path, target: str) -> None:
     directory, outside = tmp_path / "sessions", tmp_path / "outside.txt"
     outside.write_text("theirs")
@@ -315,7 +315,7 @@ def test_case_I22_a_symbolic_link_in_the_place_of_a_file_is_not_followed(tmp_pat
         asked(served, "some text", session=one, max_tokens=3)
         do(served, one, "save")
         [file] = files_of(directory)
-        (directory / file).unlink()
+        (directory / file).rename(tmp_path / "copy")  # a link to what would be read is not followed, either
         (directory / file).symlink_to(tmp_path / target)
         before = seen(served, one)
         assert error_of(served.http.post(f"{ALL}/{one}/restore"), 400)["code"] == "state_refused"
