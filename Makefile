@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MODEL := smollm2
 
-.PHONY: setup demo test test-all check bench pages clean
+.PHONY: setup demo serve test test-all check bench pages clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("onekv needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
@@ -18,6 +18,10 @@ setup: .venv/installed
 # Three conversations in one buffer, drawn.
 demo: setup
 	$(BIN)/onekv demo
+
+# OpenAI's API and the page on http://127.0.0.1:8000, until interrupted.
+serve: setup
+	$(BIN)/onekv serve $(MODEL)
 
 test: setup
 	$(BIN)/python -m pytest -q -n auto --dist worksteal

@@ -119,6 +119,19 @@ class History(RuleBasedStateMachine):
             for s in self.model.rows:
                 for query in {0, self.model.pos_max(s), self.model.pos_max(s) + 1}:
                     assert self.cache.can_continue_at(s, query) == (not self.lacks(s, query))
+                    possible = [p for p in range(1, query + 1) if not self.lacks(s, p)]
+                    assert self.cache.last_continuable(s, query) == max(possible, default=0)
+
+    @invariant()
+    def cells_are_counted_by_their_owners(self) -> None:
+        if hasattr(self, "cache"):
+            cells, present = self.cache.cells, self.cache.cells.present()
+            for g, group in enumerate(cells.groups):
+                assert cells.count_owned(g, present) == group.num_used
+                for s in present:
+                    half = cells.length(s) // 2
+                    held = [c for c in cells.column(g, s)[half:].tolist() if c >= 0]
+                    assert cells.count_sole(g, s, half) == sum(group.owners_of(c) == [s] for c in held)
 
     def lacks(self, seq: int, query: int) -> bool:
         cells = self.cache.cells

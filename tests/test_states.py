@@ -218,6 +218,9 @@ def test_random_operations_leave_every_sequence_with_the_state_of_its_tokens(see
             assert [cache.can_continue_at(s, p) for p in range(len(held.rows) + 1)] == [
                 p == 0 or p in held.kept for p in range(len(held.rows) + 1)
             ]
+            half = len(held.rows) // 2
+            assert cache.last_continuable(s, half) == max((p for p in held.kept if p <= half), default=0)
+            assert cache.last_continuable(s, 10**6) == len(held.rows)
     assert done[True] > 2
     assert done[False] > 2
 

@@ -26,6 +26,7 @@ from onekv.cache import KVCache, Sequence
 from onekv.config import MAX_SEQS
 from onekv.engine.bench import Speed, measure, num_tokens, other_load
 from onekv.engine.decode import Running, decode
+from onekv.engine.engine import Engine
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
@@ -424,6 +425,45 @@ def _answer(model: Model, cache: KVCache, branch: Conversation, question: str, s
             raise
         return
     branch.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+# --- serve ----------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def serve(
+    model: DemoName = "smollm2",
+    cells: Cells = 8192,
+    k_dtype: KDtype = "float32",
+    v_dtype: VDtype = None,
+    weights: Weights = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same answer to the bit, whatever else runs.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the key that clients must send.")] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Most requests answered at a time; others wait.")] = 32,
+    sessions_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved; left out: nowhere.")] = None,
+    speculate: Annotated[int, typer.Option(min=0, help="Tokens guessed a step from the text so far.")] = 0,
+) -> None:
+    """Answer over HTTP: OpenAI's API, sessions, and a page that shows the cells."""
+    try:
+        from onekv.server import app as server, run
+    except ImportError as error:
+        raise ConfigError(f"serving needs more packages: pip install 'onekv[server]' ({error})") from error
+    key = None if api_key_file is None else run.read_key(api_key_file)
+    with run.listening_socket(host, port) as bound:
+        loaded = load_model(model, weights=weights, deterministic=deterministic)
+        cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype, deterministic=deterministic)
+        with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
+            made = server.create_app(engine, model, api_key=key)
+            run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))
+
+
+def _ready(url: str, model: str, has_key: bool) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True})
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    _out.print(f"{model} answers on {url}", style="bold")
+    _out.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", markup=False)
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------------------

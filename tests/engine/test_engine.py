@@ -283,6 +283,51 @@ def test_sampled_answers_differ_and_can_be_repeated() -> None:
         assert ids(engine.generate([1, 2], max_tokens=8, temperature=1.0, seed=8, ignore_eos=True)) == ids(one, 1)
 
 
+def test_beams_share_cells_wait_for_each_other_and_leave_nothing_behind() -> None:
+    def answer(tokens: list[int]) -> torch.Tensor:
+        return torch.sin(torch.arange(VOCAB) * 0.7 + sum(tokens) % 91) * 3
+
+    model = Scripted(answer)
+    with engine_of(model, 512) as roomy:
+        expected = [[ids(roomy.generate([i] * 6, beams=3, n=3, max_tokens=10), k) for k in range(3)] for i in range(3)]
+        assert len({tuple(choice) for choice in expected[0]}) == 3
+        assert roomy.stats().used_cells < 3 * (6 + 3 * 9)
+        settled(roomy)
+    for cells in (36, 44):
+        with engine_of(model, cells, max_running=10, max_batch_tokens=16) as engine:
+            streams = [engine.stream([i] * 6, beams=3, n=3, max_tokens=10) for i in range(3)]
+            beside = engine.stream([9] * 8, max_tokens=20)
+            for i, stream in enumerate(streams):
+                result = stream.result()
+                assert [ids(result, k) for k in range(3)] == expected[i]
+            assert ids(beside.result()) == alone(model, [9] * 8, 20)
+            assert engine.stats().preemptions > 0
+            settled(engine)
+
+
+def test_a_beam_search_is_cancelled_and_refused_like_any_request() -> None:
+    model = Scripted(lambda tokens: torch.zeros(VOCAB), delay=0.002)
+    with engine_of(model, 64) as engine:
+        stream = engine.stream([1, 2, 3], beams=3, n=2, max_tokens=15)
+        next(iter(stream))
+        stream.cancel()
+        assert [c.reason for c in stream.result().choices] == ["cancelled"] * 2
+        settled(engine)
+        with pytest.raises(RequestTooLarge, match="a prompt of 3 tokens and 3 beams may need 93 cells at a time, the buffer has 64"):
+            engine.stream([1, 2, 3], beams=3, max_tokens=30)
+        for options, message in (
+            ({"n": 4}, "at most as many answers, n is 4"),
+            ({"temperature": 1.0}, "takes no sampling"),
+            ({"stop": ("x",)}, "takes no stop"),
+            ({"logprobs": 1}, "takes no logprobs"),
+            ({"prompt_logprobs": True}, "takes no prompt_logprobs"),
+            ({"beams": -1}, "beams must be an integer of at least 0"),
+            ({"beams": 9}, "n=9 answers"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                engine.stream([1], **{"beams": 3, **options})
+
+
 # --- ends ---------------------------------------------------------------------------------------------------------------------------
 
 

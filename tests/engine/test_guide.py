@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
-from onekv import BatchError, ConfigError
+from onekv import BatchError, ConfigError, OneKVError
 from onekv.engine.guide import Guide, Guides
 from onekv.engine.output import Output
 from onekv.engine.sampler import Sampler, Sampling
@@ -102,8 +103,9 @@ def test_a_number_may_end_or_go_on(guides: Guides) -> None:
     assert not guide.is_finished
     assert {END, ord("2")} <= allowed(guide)
     guide.accept(END)
-    assert guide.is_finished
-    assert allowed(guide) == {END}
+    for one in (guide, guide.fork()):
+        assert one.is_finished
+        assert allowed(one) == {END}
 
 
 def test_every_end_token_of_the_model_ends_the_answer(scripted: Scripted) -> None:
@@ -153,7 +155,7 @@ def test_what_may_not_come_is_refused(guides: Guides) -> None:
     "schema", [{"type": "no such type"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}, {"minLength": "x"}]
 )
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(guides: Guides, schema: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="this JSON schema cannot be followed: .+"):
+    with pytest.raises(ConfigError, match=r"this JSON schema cannot be followed: .+"):
         guides.json_schema(schema)
 
 
@@ -178,10 +180,23 @@ def test_random_logits_write_json_of_the_schema(bytes_only: Text, guides: Guides
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "sentencepiece without strip"])
-def test_every_kind_of_tokenizer_can_be_held_to_json(kind: str) -> None:
-    text = Text(TOKENIZERS[kind]())
-    guide = Guides(text, text.vocab_size).json_schema({"enum": ["ab"]})
-    assert json.loads(random_answer(text, guide, text.vocab_size, seed=1)) == "ab"
+@pytest.mark.parametrize("spaced", [False, True])
+def test_every_kind_of_tokenizer_can_be_held_to_json(kind: str, spaced: bool) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    if spaced:  # begins every text with a space
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel() if kind == "byte level" else pre_tokenizers.Metaspace()
+        assert len(tokenizer("[", add_special_tokens=False)["input_ids"]) == 2
+    text = Text(tokenizer)
+    for schema, expected in (({"enum": [["ab", 1]]}, ["ab", 1]), ({"const": {"é 漢": "a→漢b"}}, {"é 漢": "a→漢b"})):
+        guide = Guides(text, text.vocab_size).json_schema(schema)
+        assert json.loads(random_answer(text, guide, text.vocab_size, seed=1)) == expected
+
+
+def test_a_tokenizer_that_cannot_write_json_is_an_error_and_no_endless_answer() -> None:
+    text = Text(TOKENIZERS["metaspace"]())  # has no way to decode bytes, and no token for a bracket
+    with pytest.raises(OneKVError, match=r"may not come here|no token is left"):
+        random_answer(text, Guides(text, text.vocab_size).json_object(), text.vocab_size, seed=1)
 
 
 def test_a_forced_call_follows_references_inside_its_parameters(bytes_only: Text, guides: Guides) -> None:

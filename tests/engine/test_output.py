@@ -68,6 +68,11 @@ def test_case_S09_an_invalid_byte_delays_nothing(scripted: Scripted) -> None:
     ]
 
 
+def test_case_S09_a_token_comes_with_the_last_of_its_characters(scripted: Scripted) -> None:
+    text, ids = scripted([b"a", CAT[:2], CAT[2:] + CAT[:1], CAT[1:], CAT[:1]])
+    assert [piece.token_ids for piece in pushed(text, ids)] == [(ids[0],), (), (ids[1],), (ids[2], ids[3]), (), (ids[4],)]
+
+
 def test_case_S09_joined_emoji_come_part_by_part(scripted: Scripted) -> None:
     pieces = texts(scripted, [FAMILY[i : i + 1] for i in range(len(FAMILY))])
     assert [piece for piece in pieces if piece] == list("👩‍👩‍👧")

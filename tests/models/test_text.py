@@ -68,6 +68,40 @@ def test_only_invalid_bytes_are_replaced_and_text_around_them_is_kept(tokenizer_
         assert "".join(streamed(text, ids)) == expected
 
 
+def test_an_invalid_byte_spoils_and_delays_nothing(tokenizer_named: Callable[[str], PreTrainedTokenizerFast]) -> None:
+    wave = "👋".encode()
+    raw = b"\xff" + wave + b"a\xf0" + wave + b"\x80" + wave[:3] + b"b"
+    for kind in ("byte level", "sentencepiece", "sentencepiece without strip", "metaspace and bytes, not read"):
+        text = Text(tokenizer_named(kind))
+        ids = {text.token_bytes(i): i for i in reversed(range(text.vocab_size))}  # of pieces alike, the byte's own comes first
+        pieces = streamed(text, [ids[bytes([b])] for b in raw])
+        assert pieces == ["\ufffd", "", "", "", "👋", "a", "", "\ufffd", "", "", "👋", "\ufffd", "", "", "", "\ufffdb", ""]
+
+
+def test_a_piece_after_bytes_keeps_its_space(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    if "▁a" not in byte_tokenizer.get_vocab():
+        return
+    spaced = byte_tokenizer.convert_tokens_to_ids("▁a")
+    for before, shown in ((b"\xff", "\ufffd"), (b"\xf0\x9f", "\ufffd"), ("👋".encode(), "👋"), (b"x", "x")):
+        assert "".join(streamed(Text(byte_tokenizer), [*(b + 3 for b in before), spaced, spaced])) == f"{shown} a a"
+
+
+def test_a_token_without_text_does_not_begin_a_new_one(tokenizer_named: Callable[[str], PreTrainedTokenizerFast]) -> None:
+    text = Text(tokenizer_named("sentencepiece"))
+    text.__dict__["_decoders"] = None  # as for a tokenizer that is none of the tokenizers library
+    a, end, spaced = text.tokenizer.convert_tokens_to_ids(["a", "</s>", "▁a"])
+    assert streamed(text, [end, spaced, end, spaced]) == ["", "a", "", " a", ""]
+    assert streamed(text, [a, end, spaced], special=True) == ["a", "</s>", " a", ""]
+
+
+def test_bytes_of_tokens_join_to_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = Text(tokenizer)
+    for sample in ("he a→漢b", "a a  b", "aé"):
+        ids = tokenizer("a" + sample, add_special_tokens=False)["input_ids"]
+        assert b"".join(map(text.token_bytes, ids)).decode().lstrip() == text.decode(ids, special=True).lstrip()
+    assert text.token_bytes(10**6) == b""
+
+
 def test_a_flushed_stream_gives_up_what_is_incomplete(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     stream = Text(byte_tokenizer).stream()
     assert "".join(map(stream.push, byte_tokenizer("👋")["input_ids"][:-1])) == ""

@@ -26,10 +26,11 @@ from torch import Tensor
 from onekv.cache import ContextShift, KVCache
 from onekv.core.batch import Batch
 from onekv.core.prefix import Difference, Key
+from onekv.engine.beams import Beams
 from onekv.engine.draft import PromptLookup
 from onekv.engine.guide import Guides
 from onekv.engine.output import Output, Piece
-from onekv.engine.request import Delta, Done, Failed, Finished, PromptLogprobs, Request, Result, Started, Stream
+from onekv.engine.request import Delta, Done, Failed, Finished, FinishReason, PromptLogprobs, Request, Result, Started, Stream
 from onekv.engine.sampler import Sampler, Sampling, token_logprobs
 from onekv.engine.scheduler import Counts, Job, Run, Scheduler, Share
 from onekv.engine.session import Session
@@ -184,12 +185,12 @@ class Engine:
         return stream
 
     def _check(self, request: Request) -> None:
-        count, limit = len(request.prompt), self.limit
+        count, limit, answers = len(request.prompt), self.limit, max(request.n, request.beams)
         for token in (*request.prompt, *request.stop_ids, *dict(request.sampling.logit_bias)):
             if token >= self.model.vocab_size:
                 raise BatchError(f"token id {token} is not in [0, {self.model.vocab_size})", given=token)
-        if request.n > self.scheduler.max_running:
-            raise ConfigError(f"n={request.n} answers at a time are more than the {self.scheduler.max_running} that can run")
+        if answers > self.scheduler.max_running:
+            raise ConfigError(f"n={answers} answers at a time are more than the {self.scheduler.max_running} that can run")
         if request.logprobs is not None and request.logprobs > self.model.vocab_size:
             raise ConfigError(f"logprobs={request.logprobs} is more than the {self.model.vocab_size} tokens there are")
         shift = self._checked_shift(request.context_shift) or self.context_shift
@@ -200,6 +201,14 @@ class Engine:
                 f"buffer ({self.cache.num_cells} cells) and model ({self.model.max_positions} positions)",
                 needed=count + wanted,
                 limit=limit,
+            )
+        beams = count + request.beams * min(request.max_tokens or limit, limit - count)
+        if request.beams and beams > self.cache.num_cells:
+            raise RequestTooLarge(
+                f"a prompt of {count} tokens and {request.beams} beams may need {beams} cells at a time, the buffer has "
+                f"{self.cache.num_cells}; set max_tokens, or less of it",
+                needed=beams,
+                limit=self.cache.num_cells,
             )
 
     def _checked_shift(self, shift: ContextShift | None) -> ContextShift | None:
@@ -330,8 +339,8 @@ class Engine:
         job = Job(request, stream, self._arrivals, submitted)
         self._jobs[stream] = job
         try:
-            run = self._new_run(job, 0, list(request.prompt), request.guide)
-            run.splits = request.n
+            run = self._new_run(job, 0, list(request.prompt))
+            run.splits = request.beams or request.n
             if self.scheduler.by_points:
                 run.points = sorted({p for p in request.points if 0 < p < len(request.prompt)})
             job.live = 1
@@ -339,8 +348,9 @@ class Engine:
         except Exception as error:
             self._fail(job, error)
 
-    def _new_run(self, job: Job, index: int, tokens: list[int], guide: Any) -> Run:
+    def _new_run(self, job: Job, index: int, tokens: list[int]) -> Run:
         request = job.request
+        guide = None if request.guide is None else request.guide.fork()
         sampling = request.sampling if request.sampling.seed is None else replace(request.sampling, seed=request.sampling.seed + index)
         run = Run(job, index, tokens, Sampler(sampling, request.prompt, guide), Output(self.model.text, request.stop, request.special))
         job.runs.append(run)
@@ -348,13 +358,14 @@ class Engine:
 
     def _cancel(self, stream: Stream) -> None:
         job = self._jobs.get(stream)
-        if job is not None:
-            self._end_early(job, "cancelled")
-
-    def _end_early(self, job: Job, reason: Literal["cancelled"]) -> None:
+        if job is None:
+            return
+        if job.request.beams:
+            self._end_search(job, "cancelled")
+            return
         for run in list(job.runs):
             if run.reason is None:
-                run.reason = reason
+                run.reason = "cancelled"
                 self._end(run)
 
     # --- a step -----------------------------------------------------------------------------------------------------------------
@@ -363,8 +374,9 @@ class Engine:
         """One batch: choose its rows, evaluate them, choose tokens."""
         shares = self._shares()
         if not shares:
-            if not self.scheduler.running:
-                raise OneKVError("requests wait and none can start")
+            # Whoever runs waits for one of its own beams, which waits for cells.
+            if not self.scheduler.preempt():
+                raise OneKVError("requests wait and none can go on")
             return
         for share in shares:
             self._note_started(share.run)
@@ -378,6 +390,8 @@ class Engine:
             self.scheduler.note_fitted()
             for share in shares:
                 self._receive(share, logits[share.run])
+            for job in {share.run.job: None for share in shares if share.run.job.search is not None}:
+                self._search(job, [logits[run] for run in job.runs if run in logits])
 
     def _shares(self) -> list[Share]:
         while self._alone:
@@ -497,9 +511,11 @@ class Engine:
             self.scheduler.note_point(run)
             if run.job.request.prompt_logprobs:
                 logits = self._note_prompt(share, logits)
-            if not logits.shape[0]:
+            if not logits.shape[0] or run.job.search is not None:
                 return
-            if run.splits > 1:
+            if run.job.request.beams:
+                self._begin_search(run, logits)
+            elif run.splits > 1:
                 self._split(run)
                 for twin in run.job.runs:
                     self._choose(twin, logits, ())
@@ -526,13 +542,65 @@ class Engine:
 
     def _split(self, run: Run) -> None:
         """The prompt is evaluated: begin the other answers, in the same cells."""
-        job, run.splits = run.job, 1
-        for index in range(1, job.request.n):
-            twin = self._new_run(job, index, list(run.tokens), None if job.request.guide is None else job.request.guide.fork())
+        job, count, run.splits = run.job, run.splits, 1
+        for index in range(1, count):
+            twin = self._new_run(job, index, list(run.tokens))
             if run.seq is not None:
                 twin.seq = self.scheduler.fork(run.seq, len(run.seq))
             self.scheduler.running.append(twin)
             job.live += 1
+
+    def _begin_search(self, run: Run, logits: Tensor) -> None:
+        """The prompt is evaluated: begin the beams, in the same cells."""
+        job = run.job
+        self._split(run)
+        job.first_token = time.monotonic()
+        job.search = Beams(job.request.beams, () if job.request.ignore_eos else self.model.text.eos_ids, job.request.length_penalty)
+        self._advance(job, logits)
+
+    def _search(self, job: Job, logits: list[Tensor]) -> None:
+        """Let the beams of a search become what is likeliest, if all of them have been evaluated."""
+        if job.ended or len(logits) < len(job.runs) or not all(rows.shape[0] for rows in logits):
+            return
+        try:
+            self._advance(job, torch.cat(logits))
+        except Exception as error:
+            _log.error("a request failed while its beams were chosen", exc_info=error)
+            self._fail(job, error)
+
+    def _advance(self, job: Job, logits: Tensor) -> None:
+        search, runs, start = job.search, job.runs, len(job.request.prompt)
+        if search is None:
+            return
+        steps = search.choose(logits, [run.tokens[start:] for run in runs])
+        seqs = [run.seq for run in runs]
+        self.cache.reorder(seqs, [seqs[step.source] for step in steps])
+        tokens = [[*runs[step.source].tokens, step.token] for step in steps]
+        for run, its in zip(runs, tokens, strict=True):
+            run.tokens, run.made = its, len(its) - start
+        self._counts["generated_tokens"] += len(runs)
+        length = runs[0].made
+        at_end = length == job.request.max_tokens or len(runs[0].tokens) >= self.limit
+        if at_end:
+            search.close([its[start:] for its in tokens])
+        if at_end or search.is_over(length):
+            self._end_search(job, "length" if at_end else "stop")
+
+    def _end_search(self, job: Job, reason: FinishReason) -> None:
+        """Give out the best answers, and give back the cells of all beams."""
+        for run in job.runs:
+            run.reason = reason
+            self.scheduler.end(run)
+        found = job.search.ended[: job.request.n] if job.search is not None and reason != "cancelled" else []
+        eos = self.model.text.eos_ids
+        for index, (_, tokens) in enumerate(found):
+            text = self.model.text.decode(tokens, special=job.request.special)
+            job.stream._put(Delta(index, text, tuple(tokens)))
+            job.completion_tokens += len(tokens)
+            job.stream._put(Finished(index, "stop" if tokens[-1] in eos else "length", len(tokens)))
+        for index in range(len(found), job.request.n):
+            job.stream._put(Finished(index, reason, 0))
+        self._complete(job, reason)
 
     def _choose(self, run: Run, logits: Tensor, draft: tuple[int, ...]) -> None:
         """Choose the next token, and go on as long as it is what was guessed."""
@@ -588,12 +656,16 @@ class Engine:
                 job.stream._put(Finished(index, run.reason, run.made))
         job.live -= 1
         if job.live == 0:
-            self._finished[str(run.reason)] += 1
-            now = time.monotonic()
-            first = None if job.first_token is None else job.first_token - job.submitted
-            queued = (job.started or now) - job.submitted
-            usage = Done(len(job.request.prompt), job.cached_tokens or 0, job.completion_tokens, queued, first, now - job.submitted)
-            self._forget(job, usage)
+            self._complete(job, str(run.reason))
+
+    def _complete(self, job: Job, reason: str) -> None:
+        """All answers of a request have ended."""
+        self._finished[reason] += 1
+        now = time.monotonic()
+        first = None if job.first_token is None else job.first_token - job.submitted
+        queued = (job.started or now) - job.submitted
+        usage = Done(len(job.request.prompt), job.cached_tokens or 0, job.completion_tokens, queued, first, now - job.submitted)
+        self._forget(job, usage)
 
     def _fail(self, job: Job, error: BaseException) -> None:
         """End a request with an error; its cells are not trusted any more."""

@@ -19,14 +19,14 @@ from onekv.errors import BatchError, ConfigError, OneKVError
 from onekv.models.text import Text
 
 # Without a bound, a model may write white space for ever.
-_OPTIONS: Final = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,32}"}
+_OPTIONS: Final[Any] = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{1,32}"}
 
 
 class Guides:
     """Makes guides for one model; any thread may ask.
 
     Args:
-        text:       the model's tokenizer; must be one of the tokenizers library
+        text:       the model's tokenizer
         vocab_size: how many logits the model gives
     """
 
@@ -39,7 +39,7 @@ class Guides:
         """A guide to JSON of this schema. Properties come in the schema's order.
 
         Raises:
-            ConfigError: llguidance is not installed, cannot follow this schema (with its reason), or cannot read this tokenizer.
+            ConfigError: llguidance is not installed, or cannot follow this schema, with its reason.
         Cost: the first call reads the vocabulary (about a second for 100 thousand tokens); then milliseconds a schema.
         """
         try:
@@ -54,7 +54,7 @@ class Guides:
             raise ConfigError(f"this JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ConfigError(f"this JSON schema cannot be followed: {matcher.get_error()}")
+            raise ConfigError(f"this JSON schema cannot be followed: {_reason(matcher)}")
         return Guide(matcher, self._text.eos_ids)
 
     def json_object(self) -> Guide:
@@ -63,16 +63,44 @@ class Guides:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        import llguidance.hf
+        import llguidance
 
-        tokenizer = self._text.tokenizer
-        size = max(self._vocab_size, self._text.vocab_size)
-        # llguidance ends an answer with one token; `Guide` lets all others of the model stand for it.
-        end = min(self._text.eos_ids, default=None)
-        try:
-            return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=end)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"llguidance cannot read this model's tokenizer, so answers cannot be held to JSON: {error}") from error
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self._text, self._vocab_size)))
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer.
+
+    Its end token is none of the model's, but an id after the last: `Guide` decides about the model's own, of which there may be many.
+    """
+
+    def __init__(self, text: Text, vocab_size: int) -> None:
+        self._text = text
+        size = max(vocab_size, text.vocab_size)
+        self.tokens = [*map(text.token_bytes, range(size)), b"</s>"]
+        self.special_token_ids = [*text.special_ids, size]
+        self.eos_token_id = size
+        self.bos_token_id = None
+        special = frozenset(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of what must come next, in the middle of a text."""
+        ids = list(self._text.tokenizer(text, add_special_tokens=False)["input_ids"])
+        raw = text.encode()
+        # Some tokenizers begin every text with a space, which would not be what must come.
+        return ids if b"".join(self.tokens[i] for i in ids) == raw else self._longest_first(raw)
+
+    def _longest_first(self, raw: bytes) -> list[int]:
+        ids: list[int] = []
+        while raw:
+            length = next((n for n in range(min(len(raw), self._longest), 0, -1) if raw[:n] in self._ids), 0)
+            if not length:  # a character that the vocabulary cannot write
+                return ids
+            ids.append(self._ids[raw[:length]])
+            raw = raw[length:]
+        return ids
 
 
 class Guide:
@@ -98,7 +126,7 @@ class Guide:
         if not self._ended:
             bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), count=None, bitorder="little")
             if self._matcher.is_error():
-                raise OneKVError(f"the answer cannot be held to its JSON schema: {self._matcher.get_error()}")
+                raise OneKVError(f"the answer cannot be held to its JSON schema: {_reason(self._matcher)}")
             count = min(len(bits), len(allowed))
             allowed[:count] = bits[:count]
         allowed[[i for i in self._end_ids if i < len(allowed)]] = self._is_complete
@@ -113,7 +141,7 @@ class Guide:
         if token_id in self._end_ids and self._is_complete:
             self._ended = True
         elif self._ended or not self._matcher.consume_token(token_id):
-            reason = "the answer is over" if self._ended else self._matcher.get_error()
+            reason = "the answer is over" if self._ended else _reason(self._matcher)
             raise BatchError(f"token {token_id} may not come here: {reason}", given=token_id)
 
     def fork(self) -> Guide:
@@ -125,3 +153,8 @@ class Guide:
     @property
     def _is_complete(self) -> bool:
         return self._ended or bool(self._matcher.is_accepting())
+
+
+def _reason(matcher: Any) -> str:
+    """Why llguidance gave up, without its internal state."""
+    return str(matcher.get_error()).partition("<state>")[0].strip()

@@ -33,6 +33,9 @@ class Request:
         stop_ids:    token ids that end an answer, besides the model's own; they are not part of its text
         ignore_eos:  go on after the model's end tokens
         n:           answers; they share the cells of the prompt
+        beams:       0, or how many answers a beam search keeps; the n best are given, whole and at the end. Takes no sampling, stop texts,
+                     log-probabilities, guide, session or context shift
+        length_penalty: of a beam search: an answer's log-probability is divided by its length to this power
         logprobs:    for each token of an answer its log-probability and those of so many likeliest ones; None: none
         prompt_logprobs: the same for the prompt's tokens, which are then all evaluated
         guide:       allows only some tokens, by a grammar
@@ -54,6 +57,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    beams: int = 0
+    length_penalty: float = 1.0
     logprobs: int | None = None
     prompt_logprobs: bool = False
     guide: Guide | None = None
@@ -83,20 +88,39 @@ class Request:
         limits: tuple[tuple[str, Any, int], ...] = (
             ("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1),
             ("n", self.n, 1),
+            ("beams", self.beams, 0),
             ("logprobs", self.logprobs, 0),
         )
         for name, value, least in limits:
-            if value is None and name != "n":
+            if value is None and name in ("max_tokens", "logprobs"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"stop takes non-empty strings, got {text!r}")
+        if self.beams:
+            self._check_beams()
         if self.session is not None and self.n != 1:
             raise ConfigError(f"a session goes on with one answer, n is {self.n}")
         if self.session is not None and self.session.key != self.key:
             raise ConfigError(f"the session was made for key {self.session.key}, the request has {self.key}")
+
+    def _check_beams(self) -> None:
+        if self.n > self.beams:
+            raise ConfigError(f"a search with beams={self.beams} gives at most as many answers, n is {self.n}")
+        plain = Sampling(temperature=0.0, seed=self.sampling.seed)
+        for name, value in (
+            ("sampling", None if self.sampling == plain else self.sampling),
+            ("stop", self.stop or None),
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs or None),
+            ("guide", self.guide),
+            ("session", self.session),
+            ("context_shift", self.context_shift),
+        ):
+            if value is not None:
+                raise ConfigError(f"a beam search takes no {name}, got {value!r}")
 
 
 # --- events ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from onekv.cache import KVCache, Sequence
 from onekv.core.prefix import PrefixTree, common_prefix
+from onekv.engine.beams import Beams
 from onekv.engine.draft import PromptLookup
 from onekv.engine.output import Output
 from onekv.engine.request import FinishReason, Request, Stream
@@ -51,6 +52,7 @@ class Job:
     first_token: float | None = None
     completion_tokens: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
+    search: Beams | None = None
     prompt_told: bool = False  # whether they were given out
     ended: bool = False
 
@@ -164,11 +166,12 @@ class Scheduler:
     def next_batch(self) -> list[Share]:
         """Admit who fits, and share out the rows: one to each answer that is up to date, the rest evenly to those that are not."""
         self._admit()
-        shares = {run: Share(run, 1) for run in self.running if run.pending == 1}
+        shares = {run: Share(run, 1) for run in self.running if run.pending == 1 and self._in_step(run)}
         left = max(self._max_rows - len(shares), 0)
         behind = sorted((run for run in self.running if run.pending > 1), key=lambda run: run.pending)
         for i, run in enumerate(behind):
-            count = min(run.pending, -(-left // (len(behind) - i)))
+            most = run.pending if run.job.search is None else run.pending - 1
+            count = min(most, -(-left // (len(behind) - i)))
             count = min([count, *(point - run.computed for point in run.points if point > run.computed)])
             if count > 0:
                 shares[run] = Share(run, count)
@@ -176,11 +179,15 @@ class Scheduler:
         if self.speculate:
             left = min(left, self.cache.num_free - sum(share.count for share in shares.values()))
             for run, share in list(shares.items()):
-                if run.pending == 1 and run.splits == 1 and left > 0:
+                if run.pending == 1 and run.splits == 1 and run.job.search is None and left > 0:
                     draft = self._draft(run, min(left, self.speculate))
                     shares[run] = Share(run, share.count, draft)
                     left -= len(draft)
         return [shares[run] for run in self.running if run in shares]
+
+    def _in_step(self, run: Run) -> bool:
+        """Whether nothing keeps an answer from its next token: the beams of a search go on together."""
+        return run.job.search is None or all(r.pending == 1 and r in self.running for r in run.job.runs)
 
     def halve_rows(self, shares: list[Share]) -> bool:
         """After the rows of a batch did not fit at once, though all else was given up: fewer, for the next ones. False: it was one."""
@@ -260,7 +267,7 @@ class Scheduler:
                 if usable > length or (usable == length and idle is session):
                     length, source = usable, idle.seq
         for other in self.running:
-            if other.job.request.key != request.key or other.seq is None or other.job is run.job:
+            if other.job.request.key != request.key or other.seq is None:
                 continue
             usable = self._common(other.seq, other.job.prompt[: other.computed], other.edited_at, wanted)
             if usable > length:

@@ -37,7 +37,7 @@ def supports_tools(text: Text) -> bool:
     if not text.has_chat_template:
         return False
     probe = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "probe", "arguments": {}}}]},
     ]

@@ -55,9 +55,13 @@ class Text:
         """Whether `chat` can be used."""
         return self.tokenizer.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a raw prompt, with the special tokens the tokenizer adds to raw text by itself, and no chat template."""
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a raw prompt, without the chat template.
+
+        Args:
+            special: with the special tokens that the tokenizer adds to a raw text by itself, as at its start
+        """
+        return list(self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"])
 
     def chat(
         self,
@@ -92,7 +96,7 @@ class Text:
     ) -> Any:
         if not self.has_chat_template:
             raise ConfigError("this model has no chat template; use a raw prompt")
-        given = [dict(tool) for tool in tools] if tools else None
+        given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
         if given and "tools" not in str(self.tokenizer.get_chat_template(tools=given)):
             raise ConfigError("this model's chat template knows no tools; send none, or use a model trained to call them")
         try:
@@ -123,9 +127,48 @@ class Text:
         """A detokenizer to be fed one id at a time."""
         return TextStream(self, special)
 
+    def token_bytes(self, token_id: int, *, special: bool = True) -> bytes:
+        """The bytes one token adds to a text, a space before its word included; none of an id beyond the vocabulary.
+
+        Args:
+            special: of special tokens, too
+        """
+        token = self._token(token_id)
+        if token is None or (not special and token_id in self._special_ids):
+            return b""
+        of_bytes = self._bytes_of(token)
+        if of_bytes is not None:
+            return of_bytes
+        # After another token, because some tokenizers leave out the space of the first.
+        return self.decode([*self._anchor, token_id], special=special)[len(self.decode(self._anchor)) :].encode()
+
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def _anchor(self) -> list[int]:
+        return self.encode("a", special=False)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text, such as the end token."""
         return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that has begun: UTF-8, or part of it. Of an id that there is no token for, nothing.
+
+        Cost: that of two `decode` for tokens that depend on their neighbours.
+        """
+        token = self._token(token_id)
+        if token is None:
+            return b""
+        of_bytes = self._bytes_of(token)
+        if of_bytes is None:
+            whole = self.decode([*self._letter, token_id], special=True)
+            of_bytes = whole[len(self.decode(self._letter, special=True)) :].encode()
+        return of_bytes
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """Token ids of a text that has begun."""
+        return list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
 
     @cached_property
     def _decoders(self) -> tuple[str, ...] | None:
@@ -206,7 +249,7 @@ class TextStream:
         if self._text._decoders is None:
             return self._push_text(token_id)
         token = self._text._token(token_id)
-        if token is None or (not self._special and token_id in self._text._special_ids):
+        if token is None or (not self._special and token_id in self._text.special_ids):
             return ""
         of_bytes = self._text._bytes_of(token)
         if of_bytes is None:

@@ -1,0 +1,250 @@
+"""The application: routes, and nothing that a route could leave to another file.
+
+The engine has a thread of its own; here is the event loop, and one thread beside it that encodes prompts, so that status routes answer
+whatever goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+
+from onekv.engine.engine import Engine
+from onekv.engine.request import Failed, Request as EngineRequest, Stream
+from onekv.errors import EngineClosed, RequestTooLarge
+from onekv.server import prompts
+from onekv.server.doors import Doors, JsonRoute
+from onekv.server.errors import ApiError, api_error, install
+from onekv.server.metrics import Metrics
+from onekv.server.schema import (
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ErrorBody,
+    TokenizeRequest,
+)
+from onekv.server.stream import Answer, ChatAnswer, ClientGone, CompletionAnswer, Echo, EventStream, Listeners, as_json, token_name, whole
+
+_T = TypeVar("_T")
+_STATIC: Final = Path(__file__).parent / "static"
+Explain = Annotated[bool, Query(description="Say what of the prompt was cached, and why no more.")]
+
+
+def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_body: int = 32 << 20) -> FastAPI:
+    """The server of one engine, which stays the caller's to close.
+
+    Args:
+        name:     what the model is called; requests for another are refused
+        api_key:  what clients must send as their Bearer token; /health and the page itself are open
+        max_body: most bytes of a request's body
+    """
+    api = Api(engine, name)
+    app = FastAPI(
+        title="onekv", docs_url=None, redoc_url=None, lifespan=api.lifespan, redirect_slashes=False, responses={"4XX": {"model": ErrorBody}}
+    )
+    app.router.route_class = JsonRoute
+    app.state.api = api
+    app.add_middleware(Doors, key=api_key, max_body=max_body)
+    install(app)
+    made: dict[int | str, dict[str, Any]] = {200: {"model": Completion}}
+    for path, method, route, responses in (
+        ("/v1/completions", "POST", api.completions, made),
+        ("/v1/chat/completions", "POST", api.chat, made),
+        ("/v1/embeddings", "POST", api.embeddings, {}),
+        ("/v1/models", "GET", api.models, {}),
+        ("/v1/models/{model:path}", "GET", api.model, {}),
+        ("/v1/cells", "GET", api.cells, {}),
+        ("/tokenize", "POST", api.tokenize, {}),
+        ("/detokenize", "POST", api.detokenize, {}),
+        ("/health", "GET", api.health, {}),
+        ("/metrics", "GET", api.metrics_text, {}),
+        ("/", "GET", api.page, {}),
+    ):
+        app.add_api_route(path, route, methods=[method], response_model=None, responses=responses)
+    if _STATIC.is_dir():
+        app.mount("/static", StaticFiles(directory=_STATIC))
+    return app
+
+
+class Api:
+    """The routes of one server."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.metrics = Metrics(engine, name)
+        self.listeners = Listeners(self.metrics.observe)
+        self._encoding = ThreadPoolExecutor(1, "onekv-encode")
+        self._created = int(time.time())
+        self._names: dict[int, str] = {}  # texts of tokens, as /v1/cells shows them
+        self._is_stopping = False
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """From the first request to the last."""
+        yield
+        self._encoding.shutdown()
+
+    async def stop(self, limit: float) -> None:
+        """Take nothing new, let what runs finish within `limit` seconds, and tell the rest."""
+        self._is_stopping = True
+        end = time.monotonic() + limit
+        while len(self.listeners) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.listeners.tell(EngineClosed("the server is stopping; the answer is not complete"))
+
+    # --- answers ----------------------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request, body: CompletionRequest, explain: Explain = False) -> Response:
+        """Continue one or several prompts."""
+        self._check(body.model)
+        asked = await self._encode(prompts.completion_requests, self.engine, body, explain)
+        text = self.engine.model.text
+        echoes = [
+            Echo(given if isinstance(given, str) else text.decode(given), one.prompt)
+            for given, one in zip(body.prompts if body.echo else (), asked, strict=bool(body.echo))
+        ]
+        answer = CompletionAnswer(
+            self.name,
+            text,
+            prompts=len(asked),
+            n=body.n,
+            logprobs=body.logprobs is not None,
+            explain=explain,
+            usage=body.wants_usage,
+            echoes=echoes,
+        )
+        return await self._answer(request, answer, asked, "prompt", stream=bool(body.stream))
+
+    async def chat(self, request: Request, body: ChatRequest, explain: Explain = False) -> Response:
+        """Answer a conversation."""
+        self._check(body.model)
+        asked = await self._encode(prompts.chat_request, self.engine, body, explain)
+        answer = ChatAnswer(
+            self.name,
+            self.engine.model.text,
+            n=body.n,
+            logprobs=bool(body.logprobs),
+            explain=explain,
+            usage=body.wants_usage,
+            calls="forced" if prompts.is_forced(body) else "parse" if body.uses_tools else None,
+        )
+        return await self._answer(request, answer, [asked], "messages", stream=bool(body.stream))
+
+    async def _answer(self, request: Request, answer: Answer, asked: Sequence[EngineRequest], param: str, *, stream: bool) -> Response:
+        """Submit, and answer whole or as a stream. Until the first event an error has a status of its own."""
+        events = self.listeners.events(request, self._submit(asked, param))
+        try:
+            if not stream:
+                return _json(as_json(await whole(answer, events)))
+            first = await anext(events)
+            if isinstance(first[1], Failed):
+                await events.aclose()
+                raise api_error(first[1].error) from first[1].error
+            return EventStream(answer, first, events)
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it
+
+    def _submit(self, asked: Sequence[EngineRequest], param: str) -> list[Stream]:
+        """All or none."""
+        if self._is_stopping:
+            raise EngineClosed("the server is stopping; it takes nothing new")
+        streams: list[Stream] = []
+        try:
+            for one in asked:
+                streams.append(self.engine.submit(one))
+        except BaseException as error:
+            for stream in streams:
+                stream.cancel()
+            if isinstance(error, RequestTooLarge):
+                raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+            raise
+        return streams
+
+    async def _encode(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, partial(work, *args))
+
+    def _check(self, model: str | None) -> None:
+        if model is not None and model != self.name:
+            raise ApiError(404, f"there is no model {model!r} here, only {self.name!r}", param="model", code="model_not_found")
+
+    # --- what is here -----------------------------------------------------------------------------------------------------------
+
+    async def embeddings(self, body: EmbeddingRequest) -> Response:
+        """Always refused: a model that was trained to continue text was not trained to place texts near their like, and a mean of its
+        hidden states would look like an answer."""
+        self._check(body.model)
+        raise ApiError(400, f"{self.name} continues text; it was not trained to embed it", param="model", code="model_not_supported")
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "onekv", "max_model_len": self.engine.limit}
+
+    async def models(self) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, model: str) -> Response:
+        """The one model, by its name."""
+        self._check(model)
+        return JSONResponse(self._model())
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """Token ids of a text or a conversation, and the text of each."""
+        self._check(body.model)
+        text = self.engine.model.text
+        ids = await self._encode(prompts.tokenized, text, body)
+        names = [token_name(text, i) for i in ids]
+        return JSONResponse({"tokens": ids, "token_strs": names, "count": len(ids), "max_model_len": self.engine.limit})
+
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        self._check(body.model)
+        return JSONResponse({"prompt": await self._encode(partial(self.engine.model.text.decode, special=True), body.tokens)})
+
+    async def cells(self, group: Annotated[int, Query(ge=0, description="Which group of layers.")] = 0) -> Response:
+        """Every used cell as [index, position, [owners], token id, text], and who the owners are."""
+        count = len(self.engine.cache.cells.groups)
+        if group >= count:
+            raise ApiError(400, f"group: there are {count} groups of layers, from 0 on", param="group", code="invalid_value")
+        seen = await asyncio.to_thread(self.engine.cells, group)
+        return JSONResponse({**seen, "cells": [[*cell, self._name(cell[3])] for cell in seen["cells"]]})
+
+    def _name(self, token_id: int) -> str:
+        if token_id not in self._names:
+            self._names[token_id] = token_name(self.engine.model.text, token_id) if token_id >= 0 else ""
+        return self._names[token_id]
+
+    async def health(self) -> Response:
+        """Whether it works, and how much there is to do."""
+        stats = self.engine.stats()
+        counts = ("running", "waiting", "sessions", "num_cells", "used_cells", "free_cells", "evictable_cells")
+        status = "stopping" if self._is_stopping else "ok"
+        fields = {"status": status, "model": self.name, **{name: getattr(stats, name) for name in counts}}
+        return JSONResponse(fields, 503 if self._is_stopping else 200)
+
+    async def metrics_text(self) -> Response:
+        """For Prometheus."""
+        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+
+    async def page(self) -> Response:
+        """The page."""
+        index = _STATIC / "index.html"
+        if not index.is_file():
+            raise ApiError(404, "this installation has no page", code="not_found")
+        return FileResponse(index)
+
+
+def _json(text: str) -> Response:
+    return Response(text, media_type="application/json")

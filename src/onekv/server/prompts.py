@@ -1,0 +1,270 @@
+"""From a request's body to the engine's requests: prompts to token ids, messages through the model's template, fields to settings.
+
+Runs beside the event loop, because a long prompt takes long to encode.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onekv.engine.engine import Engine
+from onekv.engine.guide import Guide
+from onekv.engine.request import Request
+from onekv.engine.sampler import Sampling
+from onekv.engine.tools import OPEN, forced_call_schema, supports_tools
+from onekv.errors import ConfigError
+from onekv.models import Text
+from onekv.server.errors import ApiError
+from onekv.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Content,
+    Generation,
+    JsonFormat,
+    Message,
+    NamedTool,
+    Reply,
+    SchemaFormat,
+    TokenizeRequest,
+    Tool,
+    ToolResult,
+)
+
+Turn = Mapping[str, Any]  # a message as templates take it
+
+
+def completion_requests(engine: Engine, body: CompletionRequest, explain: bool) -> list[Request]:
+    """One request a prompt.
+
+    Raises:
+        ApiError: a prompt without tokens, or a field that this model does not allow.
+    """
+    requests = []
+    for i, prompt in enumerate(body.prompts):
+        ids = engine.model.text.encode(prompt) if isinstance(prompt, str) else prompt
+        param = "prompt" if len(body.prompts) == 1 else f"prompt.{i}"
+        _check_ids(engine, ids, param)
+        requests.append(
+            Request(
+                prompt=tuple(ids),
+                logprobs=body.logprobs,
+                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+                explain=explain,
+                **_common(engine, body),
+            )
+        )
+    return requests
+
+
+def chat_request(engine: Engine, body: ChatRequest, explain: bool) -> Request:
+    """The request of a conversation.
+
+    Raises:
+        ApiError: the model's template takes no such messages, tools or format; names the field.
+    """
+    messages, tools = turns(body.messages), tools_of(body)
+    if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        _check_tools(engine.model.text, "tools" if tools else "messages")
+    ids = rendered(engine.model.text, messages, tools, opened=OPEN + "\n" if is_forced(body) else "")
+    return Request(
+        prompt=tuple(ids),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        guide=guide_of(engine, body),
+        points=tuple(ends(engine.model.text, messages, tools, ids)) if has_points(engine) else (),
+        explain=explain,
+        **_common(engine, body),
+    )
+
+
+def _common(engine: Engine, body: Generation) -> dict[str, Any]:
+    """What both kinds of request share."""
+    bias = {int(i): value for i, value in (body.logit_bias or {}).items()}
+    _check_ids(engine, bias, "logit_bias")
+    _check_ids(engine, body.stop_token_ids or (), "stop_token_ids")
+    chosen: dict[str, Any] = {
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),  # vLLM's clients send -1 for all
+        "top_p": body.top_p,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "seed": body.seed,
+    }
+    return {
+        "sampling": Sampling(logit_bias=bias, **{name: value for name, value in chosen.items() if value is not None}),
+        "max_tokens": body.limit,
+        "stop": body.stops,
+        "stop_ids": tuple(body.stop_token_ids or ()),
+        "ignore_eos": bool(body.ignore_eos),
+        "n": body.n,
+        "key": () if body.cache_salt is None else (("salt", body.cache_salt),),
+    }
+
+
+def _check_ids(engine: Engine, ids: Sequence[int] | Mapping[int, float], param: str) -> None:
+    size = engine.model.vocab_size
+    for token_id in ids:
+        if not 0 <= token_id < size:
+            raise ApiError(400, f"{param}: token id {token_id} is not in [0, {size})", param=param, code="invalid_value")
+    if param.startswith("prompt") and not ids:
+        raise ApiError(400, f"{param}: the prompt has no tokens", param=param, code="invalid_value")
+
+
+# --- conversations --------------------------------------------------------------------------------------------------------------
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as templates take them: text, and "system" for the developer.
+
+    Raises:
+        ApiError: an answer of a tool that was not called, or arguments that are no JSON object.
+    """
+    made: list[dict[str, Any]] = []
+    called: set[str] = set()
+    for i, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        turn: dict[str, Any] = {"role": role, "content": _text(message.content)}
+        if isinstance(message, Reply) and message.tool_calls:
+            turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+            for j, call in enumerate(message.tool_calls):
+                param = f"messages.{i}.tool_calls.{j}.function.arguments"
+                _check_object(call.function.arguments, param)
+                called.add(call.id)
+        if isinstance(message, ToolResult):
+            if message.tool_call_id not in called:
+                param = f"messages.{i}.tool_call_id"
+                raise ApiError(400, f"{param}: no call {message.tool_call_id!r} comes before", param=param, code="invalid_value")
+            turn["tool_call_id"] = message.tool_call_id
+        made.append(turn)
+    return made
+
+
+def _text(content: Content | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _check_object(text: str, param: str) -> None:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ApiError(400, f"{param}: not the text of a JSON object", param=param, code="invalid_value")
+
+
+def tools_of(body: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools the model is shown."""
+    return [_tool(tool) for tool in body.tools] if body.tools and body.uses_tools else None
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    return tool.model_dump(exclude_none=True)
+
+
+def is_forced(body: ChatRequest) -> bool:
+    """Whether the answer must be a call."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def _check_tools(text: Text, param: str) -> None:
+    if not supports_tools(text):
+        raise ApiError(400, f"{param}: this model's chat template knows no tools", param=param, code="unsupported_parameter")
+
+
+def rendered(
+    text: Text,
+    messages: Sequence[Turn],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool = True,
+    opened: str = "",
+) -> list[int]:
+    """Token ids of a conversation, and of what is written of its answer already.
+
+    Raises:
+        ApiError: the template refuses it.
+    """
+    try:
+        return text.encode(text.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt) + opened, special=False)
+    except ConfigError as error:
+        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
+
+
+def guide_of(engine: Engine, body: ChatRequest) -> Guide | None:
+    """What the answer's format and a forced call allow.
+
+    Raises:
+        ApiError: a schema that cannot be followed.
+    """
+    param = "response_format"
+    try:
+        if is_forced(body):
+            param = "tools"
+            name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+            return engine.guides.json_schema(forced_call_schema(tools_of(body) or [], name))
+        if isinstance(body.response_format, SchemaFormat):
+            param = "response_format.json_schema.schema"
+            return engine.guides.json_schema(body.response_format.json_schema.json_schema)
+        return engine.guides.json_object() if isinstance(body.response_format, JsonFormat) else None
+    except ConfigError as error:
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
+
+
+# --- where turns end ------------------------------------------------------------------------------------------------------------
+
+
+def has_points(engine: Engine) -> bool:
+    """Whether it is a matter of choice which beginnings of a prompt stay restorable."""
+    return any(not layer.window.is_full or layer.states for layer in engine.cache.layers)
+
+
+def ends(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, ids: Sequence[int]) -> list[int]:
+    """Where messages end in the prompt's ids, without those that have no clean end."""
+    return [end for end in spans(text, messages, tools, ids) if end]
+
+
+def spans(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, ids: Sequence[int]) -> list[int | None]:
+    """How many of the prompt's ids the first 1, 2 .. messages take; None where the template writes them otherwise when more follow, or
+    the last token reaches into what follows.
+
+    Cost: one use of the template a message; every character is encoded once where tokens end with messages.
+    """
+    whole = text.chat_text(messages, tools=tools)
+    found: list[int | None] = []
+    characters = tokens = 0
+    for i in range(1, len(messages) + 1):
+        count = None
+        try:
+            part = text.chat_text(messages[:i], tools=tools, add_generation_prompt=False)
+        except ConfigError:  # such as a system prompt alone, which some templates refuse
+            part = ""
+        if part and whole.startswith(part) and len(part) >= characters:
+            new = text.encode(part[characters:], special=False)
+            if list(ids[tokens : tokens + len(new)]) == new:
+                count = tokens + len(new)
+            elif list(ids[: len(new := text.encode(part, special=False))]) == new:  # a tokenizer that writes beginnings otherwise
+                count = len(new)
+        if count is not None:
+            characters, tokens = len(part), count
+        found.append(count)
+    return found
+
+
+def tokenized(text: Text, body: TokenizeRequest) -> list[int]:
+    """Ids of a text or a conversation.
+
+    Raises:
+        ApiError: the template refuses it.
+    """
+    if body.messages is None:
+        return text.encode(body.prompt or "")
+    messages = turns(body.messages)
+    tools = [_tool(tool) for tool in body.tools] if body.tools else None
+    if tools:
+        _check_tools(text, "tools")
+    return rendered(text, messages, tools, add_generation_prompt=body.add_generation_prompt)
