@@ -14,9 +14,11 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from onekv import cache_for, load_model
+from onekv.engine.engine import Engine
 from onekv.models.pull import NAMED_MODELS
-from scripted import END, Answer, Scripted, mixed, says
-from serving import Served, serving
+from onekv.server.app import create_app
+from scripted import Answer, Scripted, mixed, says
+from serving import Served, running, serving
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCREENSHOT = Path(__file__).parents[2] / "docs" / "page.png"
@@ -515,7 +517,38 @@ def test_a_key_is_asked_for_once_and_kept_for_the_tab(browser: Browser) -> None:
 
 
 @pytest.mark.demo_model
-def test_two_forks_of_a_real_conversation_share_its_cells(browser: Browser, tmp_path: Path) -> None:
+def test_forks_of_a_real_conversation_share_its_cells(browser: Browser, tmp_path: Path) -> None:
+    """Also draws docs/page.png, when ONEKV_SCREENSHOT is set."""
     if not NAMED_MODELS["smollm2"].path.is_file():
         pytest.fail("no demo model; run `make setup`", pytrace=False)
-    assert END  # TODO
+    model = load_model("smollm2")
+    with (
+        Engine(model, cache_for(model, 1024)) as engine,
+        running(create_app(engine, "smollm2", sessions_dir=tmp_path)) as url,
+        visit(browser, url, viewport={"width": 1440, "height": 860}) as page,
+    ):
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Most tokens of an answer").fill("60")
+        page.get_by_role("button", name="Keep").click()
+        talk = start(page, "A day in Lisbon")
+        talk.get_by_text("Instructions").click()
+        talk.get_by_label("Instructions").fill("You are a travel guide. Answer in two short sentences.")
+        talk.get_by_label("Message", exact=True).fill("What should I see in Lisbon in one day?")
+        talk.get_by_label("Message", exact=True).press("Enter")
+        expect(messages(talk)).to_have_count(3)
+        expect(talk.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=60_000)
+        prompt = engine.stats().used_cells
+        talk.get_by_role("button", name="Fork", exact=True).click()
+        expect(page.locator(".column")).to_have_count(3)
+        assert engine.stats().used_cells == prompt
+        twin = page.locator(".column").nth(1)
+        tell(talk, "And with two small children?")
+        page.locator("summary", has_text="cached").click()
+        twin.get_by_label("Message", exact=True).fill("And if it rains?")
+        twin.get_by_label("Message", exact=True).press("Enter")
+        expect(messages(twin).last.locator(".content")).to_have_text(re.compile(r"\w+ \w+ \w+"))
+        expect(page.locator("#counts")).to_contain_text(re.compile(r"Shared\s*[1-9]"))
+        if "ONEKV_SCREENSHOT" in os.environ:
+            page.screenshot(path=SCREENSHOT)
+        expect(twin.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=60_000)

@@ -47,7 +47,7 @@ export class CellMap {
 
   /** The cells of a session at positions in [start, end). */
   span(session, start, end) {
-    return ([, position, owners]) => position >= start && position < end && owners.some((id) => this.#seen.owners[id]?.session === session);
+    return ([, position, owners]) => position >= start && position < end && owners.some((id) => this.#owner(id).key === session);
   }
 
   /** Colours of the other theme. */
@@ -63,8 +63,9 @@ export class CellMap {
   #owner(id) {
     const owner = this.#seen.owners[id] ?? { kind: "prefix", evictable: false };
     if (owner.kind === "session") {
-      const known = this.nameOf(owner.session);
-      return { key: owner.session ?? owner.name, label: known?.name ?? owner.name, ink: known ? `hue-${known.hue % HUES}` : "other" };
+      const id = owner.session ?? owner.name;
+      const known = this.nameOf(id);
+      return { key: id, label: known?.name ?? owner.name, ink: known ? `hue-${known.hue % HUES}` : "other" };
     }
     return owner.kind === "request" ? { key: "request", label: "Other requests", ink: "request" } : { key: "prefix", label: "Cached prefixes", ink: "prefix" };
   }
