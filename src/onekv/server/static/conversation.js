@@ -96,7 +96,6 @@ export class Conversation {
     else if (saved) notes.push("saved");
     const text = notes.join(" · ");
     if (part.state.textContent !== text) part.state.textContent = text;
-    part.restore.hidden = !saved;
     part.save.disabled = state === "saved";
   }
 
@@ -115,6 +114,7 @@ export class Conversation {
 
   #message(message) {
     const { index, role, content, start, end } = message;
+    const calls = (message.tool_calls ?? []).map((call) => `${call.function.name}(${call.function.arguments})`);
     const where = `${role} message ${index + 1}`;
     const action = (text, title, onclick) => h("button", { type: "button", class: "quiet small", title, "aria-label": `${text}: ${where}`, onclick }, text);
     const light = () => this.page.light(this.session, message);
@@ -134,7 +134,7 @@ export class Conversation {
           action("Remove", "Take this message out and keep those after it", () => this.edit(message)),
         ),
       ),
-      h("p", { class: "content" }, content),
+      h("p", { class: "content" }, [content, ...calls].filter(Boolean).join("\n")),
       start !== null && end !== null && h("span", { class: "faint tiny" }, `${count(end - start, "token")}, positions ${start} to ${end - 1}`),
     );
   }
