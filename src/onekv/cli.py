@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.progress import Progress
 from rich.table import Table
 
@@ -26,7 +27,7 @@ from onekv.cache import KVCache, Sequence
 from onekv.config import MAX_SEQS
 from onekv.engine.bench import Speed, measure, num_tokens, other_load
 from onekv.engine.decode import Running, decode
-from onekv.engine.engine import Engine
+from onekv.engine.engine import Engine, window_cells
 from onekv.engine.sampler import Sampler, Sampling
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
@@ -453,9 +454,12 @@ def serve(
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
         loaded = load_model(model, weights=weights, deterministic=deterministic)
-        cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype, deterministic=deterministic)
+        size = cells or 8192
+        few = window_cells(loaded, size, max_running=max_running)
+        ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
+        cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
         with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
-            made = server.create_app(engine, model, api_key=key)
+            made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))
 
 
@@ -464,6 +468,31 @@ def _ready(url: str, model: str, has_key: bool) -> None:
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     _out.print(f"{model} answers on {url}", style="bold")
     _out.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", markup=False)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the server.")] = "http://127.0.0.1:8000",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds from reading to reading.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="One reading, and no more.")] = False,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the key the server asks for.")] = None,
+) -> None:
+    """Watch a server: its cells, requests, hits and speed."""
+    try:
+        from onekv.server import run, top as screen
+    except ImportError as error:
+        raise ConfigError(f"this needs more packages: pip install 'onekv[server]' ({error})") from error
+    key = None if api_key_file is None else run.read_key(api_key_file)
+    before, then = screen.read(url, key), time.monotonic()
+    if once:
+        _out.print(screen.view(before, before, 0.0))
+        return
+    with Live(screen.view(before, before, 0.0), console=_out, auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            now, at = screen.read(url, key), time.monotonic()
+            live.update(screen.view(now, before, at - then), refresh=True)
+            before, then = now, at
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------------------

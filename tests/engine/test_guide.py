@@ -152,11 +152,27 @@ def test_what_may_not_come_is_refused(guides: Guides) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "no such type"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}, {"minLength": "x"}]
+    "schema", [{"type": "no such type"}, {"$ref": "#/nowhere"}, {"$ref": "#"}, {"type": "string", "pattern": "("}, {"minLength": "x"}]
 )
 def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(guides: Guides, schema: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"this JSON schema cannot be followed: .+"):
         guides.json_schema(schema)
+
+
+@pytest.mark.parametrize("schema", [True, [], "{}", None])
+def test_a_schema_that_is_no_object_is_refused(guides: Guides, schema: Any) -> None:
+    with pytest.raises(ConfigError, match="must be an object"):
+        guides.json_schema(schema)
+
+
+def test_a_schema_nested_too_deep_is_refused(guides: Guides) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(5000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(ConfigError, match="cannot be followed"):
+        guides.json_schema(schema)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        forced_call_schema([{"type": "function", "function": {"name": "f", "parameters": schema}}])
 
 
 def test_without_llguidance_the_error_says_what_to_install(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:

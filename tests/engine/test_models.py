@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from families import tiny_model
 from onekv import Engine, Model, cache_for
+from onekv.engine.engine import window_cells
 from scripted import byte_text
 
 PROMPTS = [[5 + i % 7 for i in range(40)], [5 + i % 7 for i in range(40)] + [9, 9], [11, 12, 13], [30] * 25]
@@ -68,3 +69,16 @@ def test_beams_equal_those_of_stock_transformers(name: str, width: int, n: int, 
             stream.result()
         engine.call(engine.cache.check)
         assert engine.stats().evictable_cells == engine.stats().used_cells
+
+
+def test_windowed_layers_get_a_window_for_every_answer_and_every_point() -> None:
+    gemma, llama = Model(tiny_model("gemma3"), byte_text().tokenizer), Model(tiny_model("llama"), byte_text().tokenizer)
+    widest = max(spec.window.size for spec in gemma.layers if not spec.window.is_full)
+    assert window_cells(gemma, 10**6, max_running=3, max_batch_tokens=24) == 2 * 3 * widest + 24
+    assert window_cells(gemma, 10) == 10
+    assert window_cells(llama, 10) is None
+    few = window_cells(gemma, 400, max_running=3, max_batch_tokens=24)
+    with Engine(gemma, cache_for(gemma, 400, window_cells=few), max_running=3, max_batch_tokens=24) as engine:
+        streams = [engine.stream([i] * 90, max_tokens=20, ignore_eos=True) for i in range(6)]
+        assert [len(stream.result().choices[0].token_ids) for stream in streams] == [20] * 6
+        assert engine.stats().preemptions == 0

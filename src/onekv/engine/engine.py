@@ -733,6 +733,20 @@ class Engine:
         return {"num_cells": cells.groups[group].num_cells, "head": found["head"], "cells": listed, "owners": owners}
 
 
+def window_cells(model: Model, num_cells: int, *, max_running: int = 32, max_batch_tokens: int = 512) -> int | None:
+    """How many cells the windowed layers of an engine's cache need beside full ones: `window_cells` of `cache_for`; None where the model's
+    layers are all of one kind.
+
+    A window for each running answer and as many for places that shall stay restorable, and the rows of one step (spec 5.5); never more
+    than `num_cells`.
+    """
+    windows = {spec.window for spec in model.layers if spec.has_cells}
+    if len(windows) < 2:
+        return None
+    widest = max(window.size for window in windows if not window.is_full)
+    return min(num_cells, 2 * widest * max_running + max_batch_tokens)
+
+
 def _stacked(rows: list[tuple[int, Tensor]]) -> Tensor:
     """Logits in the order of their rows, [n, V]; [0, 0] if there are none."""
     ordered = [one for _, one in sorted(rows, key=lambda pair: pair[0])]

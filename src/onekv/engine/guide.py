@@ -5,6 +5,7 @@ llguidance comes with `pip install 'onekv[guidance]'` and is loaded at the first
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Mapping
@@ -42,17 +43,20 @@ class Guides:
             ConfigError: llguidance is not installed, or cannot follow this schema, with its reason.
         Cost: the first call reads the vocabulary (about a second for 100 thousand tokens); then milliseconds a schema.
         """
+        if not isinstance(schema, Mapping):
+            raise ConfigError(f"a JSON schema must be an object, got {schema!r}")
         try:
             import llguidance
         except ImportError as error:
             raise ConfigError("JSON output needs llguidance: pip install 'onekv[guidance]'") from error
         with self._lock:
             tokenizer = self._tokenizer
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), overrides=_OPTIONS)
-        except (TypeError, ValueError) as error:
+        try:  # as text, which llguidance reads to a limited depth; a deep dict would overflow its stack
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(dict(schema)), overrides=_OPTIONS)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"this JSON schema cannot be followed: {error}") from error
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # finds schemas that nothing fits
         if matcher.is_error():
             raise ConfigError(f"this JSON schema cannot be followed: {_reason(matcher)}")
         return Guide(matcher, self._text.eos_ids)

@@ -56,7 +56,7 @@ def forced_call_schema(tools: Sequence[Mapping[str, Any]], name: str | None = No
     Args:
         tools: functions, as {"type": "function", "function": {"name", "parameters"}}; one without "parameters" takes none
     Raises:
-        ConfigError: no tool, a tool without a name, or none of this name.
+        ConfigError: no tool, none of this name, or one without a name or with parameters that are no schema.
     """
     functions = [_function(tool) for tool in tools]
     chosen = [f for f in functions if name is None or f["name"] == name]
@@ -67,7 +67,10 @@ def forced_call_schema(tools: Sequence[Mapping[str, Any]], name: str | None = No
     calls: list[dict[str, Any]] = []
     for i, function in enumerate(chosen):
         parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-        definitions[str(i)] = _moved(parameters, f"#/$defs/{i}")
+        try:
+            definitions[str(i)] = _moved(parameters, f"#/$defs/{i}")
+        except RecursionError as error:
+            raise ConfigError(f"the parameters of tool {function['name']!r} are nested too deep") from error
         properties = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append({"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False})
     return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
@@ -77,6 +80,8 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise ConfigError(f'a tool must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}, got {tool!r}')
+    if not isinstance(function.get("parameters", {}), (Mapping, type(None))):
+        raise ConfigError(f"parameters of tool {function['name']!r} must be a JSON schema, got {function['parameters']!r}")
     return function
 
 

@@ -134,7 +134,7 @@ class Text:
             special: of special tokens, too
         """
         token = self._token(token_id)
-        if token is None or (not special and token_id in self._special_ids):
+        if token is None or (not special and token_id in self.special_ids):
             return b""
         of_bytes = self._bytes_of(token)
         if of_bytes is not None:
@@ -150,25 +150,6 @@ class Text:
     def special_ids(self) -> frozenset[int]:
         """Tokens that are no text, such as the end token."""
         return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that has begun: UTF-8, or part of it. Of an id that there is no token for, nothing.
-
-        Cost: that of two `decode` for tokens that depend on their neighbours.
-        """
-        token = self._token(token_id)
-        if token is None:
-            return b""
-        of_bytes = self._bytes_of(token)
-        if of_bytes is None:
-            whole = self.decode([*self._letter, token_id], special=True)
-            of_bytes = whole[len(self.decode(self._letter, special=True)) :].encode()
-        return of_bytes
-
-    @cached_property
-    def _letter(self) -> list[int]:
-        """Token ids of a text that has begun."""
-        return list(self.tokenizer("a", add_special_tokens=False)["input_ids"])
 
     @cached_property
     def _decoders(self) -> tuple[str, ...] | None:

@@ -9,48 +9,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from onekv.engine.engine import Engine
-from onekv.engine.request import Failed, Request as EngineRequest, Stream
+from onekv.engine.request import Done, Failed, Request as EngineRequest, Stream
+from onekv.engine.session import Session
 from onekv.errors import EngineClosed, RequestTooLarge
 from onekv.server import prompts
 from onekv.server.doors import Doors, JsonRoute
 from onekv.server.errors import ApiError, api_error, install
 from onekv.server.metrics import Metrics
+from onekv.server.saved import SavedSessions
 from onekv.server.schema import (
     ChatRequest,
     Completion,
     CompletionRequest,
     DetokenizeRequest,
+    Edit,
     EmbeddingRequest,
     ErrorBody,
+    NewSession,
+    Place,
+    Rewind,
     TokenizeRequest,
 )
-from onekv.server.stream import Answer, ChatAnswer, ClientGone, CompletionAnswer, Echo, EventStream, Listeners, as_json, token_name, whole
+from onekv.server.sessions import Kept, SessionStore
+from onekv.server.stream import (
+    Answer,
+    ChatAnswer,
+    ClientGone,
+    CompletionAnswer,
+    Echo,
+    EventStream,
+    Heard,
+    Listeners,
+    as_json,
+    token_name,
+    unless_gone,
+    whole,
+)
 
 _T = TypeVar("_T")
 _STATIC: Final = Path(__file__).parent / "static"
 Explain = Annotated[bool, Query(description="Say what of the prompt was cached, and why no more.")]
 
 
-def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_body: int = 32 << 20) -> FastAPI:
-    """The server of one engine, which stays the caller's to close.
+def create_app(
+    engine: Engine, name: str, *, api_key: str | None = None, max_body: int = 32 << 20, sessions_dir: Path | None = None
+) -> FastAPI:
+    """The server of one engine, which stays the caller's to close, after the server.
 
     Args:
         name:     what the model is called; requests for another are refused
         api_key:  what clients must send as their Bearer token; /health and the page itself are open
         max_body: most bytes of a request's body
+        sessions_dir: where sessions are saved; None: they are not
+    Raises:
+        ConfigError: the directory cannot be used.
     """
-    api = Api(engine, name)
+    saved = None if sessions_dir is None else SavedSessions(sessions_dir, engine.cache.config.fingerprint)
+    api = Api(engine, name, SessionStore(engine, saved))
     app = FastAPI(
         title="onekv", docs_url=None, redoc_url=None, lifespan=api.lifespan, redirect_slashes=False, responses={"4XX": {"model": ErrorBody}}
     )
@@ -59,6 +85,7 @@ def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_bod
     app.add_middleware(Doors, key=api_key, max_body=max_body)
     install(app)
     made: dict[int | str, dict[str, Any]] = {200: {"model": Completion}}
+    one = "/v1/sessions/{session_id}"
     for path, method, route, responses in (
         ("/v1/completions", "POST", api.completions, made),
         ("/v1/chat/completions", "POST", api.chat, made),
@@ -66,6 +93,15 @@ def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_bod
         ("/v1/models", "GET", api.models, {}),
         ("/v1/models/{model:path}", "GET", api.model, {}),
         ("/v1/cells", "GET", api.cells, {}),
+        ("/v1/sessions", "GET", api.list_sessions, {}),
+        ("/v1/sessions", "POST", api.new_session, {}),
+        (one, "GET", api.session, {}),
+        (one, "DELETE", api.delete_session, {}),
+        (f"{one}/fork", "POST", api.fork_session, {}),
+        (f"{one}/rewind", "POST", api.rewind_session, {}),
+        (f"{one}/edit", "POST", api.edit_session, {}),
+        (f"{one}/save", "POST", api.save_session, {}),
+        (f"{one}/restore", "POST", api.restore_session, {}),
         ("/tokenize", "POST", api.tokenize, {}),
         ("/detokenize", "POST", api.detokenize, {}),
         ("/health", "GET", api.health, {}),
@@ -81,9 +117,10 @@ def create_app(engine: Engine, name: str, *, api_key: str | None = None, max_bod
 class Api:
     """The routes of one server."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, sessions: SessionStore) -> None:
         self.engine = engine
         self.name = name
+        self.sessions = sessions
         self.metrics = Metrics(engine, name)
         self.listeners = Listeners(self.metrics.observe)
         self._encoding = ThreadPoolExecutor(1, "onekv-encode")
@@ -95,6 +132,7 @@ class Api:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """From the first request to the last."""
         yield
+        await self.sessions.close()
         self._encoding.shutdown()
 
     async def stop(self, limit: float) -> None:
@@ -108,30 +146,31 @@ class Api:
     # --- answers ----------------------------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request, body: CompletionRequest, explain: Explain = False) -> Response:
-        """Continue one or several prompts."""
+        """Continue one or several prompts, or a session's text."""
         self._check(body.model)
-        asked = await self._encode(prompts.completion_requests, self.engine, body, explain)
         text = self.engine.model.text
+        settings: dict[str, Any] = {"logprobs": body.logprobs is not None, "explain": explain, "usage": body.wants_usage}
+        if body.session is not None:
+            kept, answer = self.sessions.get(body.session), CompletionAnswer(self.name, text, **settings)
+
+            async def ask(session: Session) -> EngineRequest:
+                [asked] = await self._encode(prompts.completion_requests, self.engine, body, explain, session.tokens, session)
+                return asked
+
+            events = self._in_session(request, kept, "text", ask, "prompt", lambda: self.sessions.append(kept, "text", (), None))
+            return await self._answer(answer, events, stream=bool(body.stream))
+        asked = await self._encode(prompts.completion_requests, self.engine, body, explain)
         echoes = [
             Echo(given if isinstance(given, str) else text.decode(given), one.prompt)
             for given, one in zip(body.prompts if body.echo else (), asked, strict=bool(body.echo))
         ]
-        answer = CompletionAnswer(
-            self.name,
-            text,
-            prompts=len(asked),
-            n=body.n,
-            logprobs=body.logprobs is not None,
-            explain=explain,
-            usage=body.wants_usage,
-            echoes=echoes,
-        )
-        return await self._answer(request, answer, asked, "prompt", stream=bool(body.stream))
+        answer = CompletionAnswer(self.name, text, prompts=len(asked), n=body.n, echoes=echoes, **settings)
+        events = self.listeners.events(request, await self._submit(asked, "prompt"))
+        return await self._answer(answer, events, stream=bool(body.stream))
 
     async def chat(self, request: Request, body: ChatRequest, explain: Explain = False) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation, or what is new of a session's."""
         self._check(body.model)
-        asked = await self._encode(prompts.chat_request, self.engine, body, explain)
         answer = ChatAnswer(
             self.name,
             self.engine.model.text,
@@ -141,11 +180,46 @@ class Api:
             usage=body.wants_usage,
             calls="forced" if prompts.is_forced(body) else "parse" if body.uses_tools else None,
         )
-        return await self._answer(request, answer, [asked], "messages", stream=bool(body.stream))
+        if body.session is not None:
+            kept = self.sessions.get(body.session)
 
-    async def _answer(self, request: Request, answer: Answer, asked: Sequence[EngineRequest], param: str, *, stream: bool) -> Response:
-        """Submit, and answer whole or as a stream. Until the first event an error has a status of its own."""
-        events = self.listeners.events(request, self._submit(asked, param))
+            async def ask(session: Session) -> EngineRequest:
+                return await self._encode(prompts.chat_request, self.engine, body, explain, kept.turns, session.tokens, session)
+
+            def end() -> None:
+                if answer.is_complete:
+                    new = [*prompts.turns(body.messages, kept.turns), answer.turn]
+                    self.sessions.append(kept, "chat", new, prompts.tools_of(body))
+
+            events = self._in_session(request, kept, "chat", ask, "messages", end)
+        else:
+            asked = await self._encode(prompts.chat_request, self.engine, body, explain)
+            events = self.listeners.events(request, await self._submit([asked], "messages"))
+        return await self._answer(answer, events, stream=bool(body.stream))
+
+    async def _in_session(
+        self,
+        request: Request,
+        kept: Kept,
+        kind: Literal["chat", "text"],
+        ask: Callable[[Session], Awaitable[EngineRequest]],
+        param: str,
+        end: Callable[[], None],
+    ) -> AsyncGenerator[Heard]:
+        """The events of a request that goes on in a session, when it is its turn; `end` is called when the answer is there."""
+        await unless_gone(request, kept.lock.acquire())
+        try:
+            asked = await ask(await self.sessions.use(kept, kind))
+            async with contextlib.aclosing(self.listeners.events(request, await self._submit([asked], param))) as events:
+                async for heard in events:
+                    if isinstance(heard[1], Done):
+                        end()
+                    yield heard
+        finally:
+            kept.lock.release()
+
+    async def _answer(self, answer: Answer, events: AsyncGenerator[Heard], *, stream: bool) -> Response:
+        """Answer whole or as a stream. Until the first event an error has a status of its own."""
         try:
             if not stream:
                 return _json(as_json(await whole(answer, events)))
@@ -157,8 +231,10 @@ class Api:
         except ClientGone:
             return Response(status_code=499)  # nobody reads it
 
-    def _submit(self, asked: Sequence[EngineRequest], param: str) -> list[Stream]:
+    async def _submit(self, asked: Sequence[EngineRequest], param: str) -> list[Stream]:
         """All or none."""
+        for one in asked:
+            await self.sessions.bring(one)
         if self._is_stopping:
             raise EngineClosed("the server is stopping; it takes nothing new")
         streams: list[Stream] = []
@@ -179,6 +255,56 @@ class Api:
     def _check(self, model: str | None) -> None:
         if model is not None and model != self.name:
             raise ApiError(404, f"there is no model {model!r} here, only {self.name!r}", param="model", code="model_not_found")
+
+    # --- sessions ---------------------------------------------------------------------------------------------------------------
+
+    async def list_sessions(self) -> Response:
+        """All sessions, those on disk included."""
+        return JSONResponse({"object": "list", "data": await self.sessions.listed()})
+
+    async def new_session(self, body: NewSession | None = None) -> Response:
+        """An empty session."""
+        body = body or NewSession()
+        kept = await self.sessions.create(body.name, body.cache_salt)
+        return JSONResponse(await self.sessions.describe(kept), 201)
+
+    async def session(self, session_id: str) -> Response:
+        """One session, with its messages."""
+        return JSONResponse(await self.sessions.describe(self.sessions.get(session_id)))
+
+    async def fork_session(self, session_id: str, body: Place | None = None) -> Response:
+        """A new session with the beginning of this one."""
+        made = await self.sessions.fork(self.sessions.get(session_id), body or Place())
+        return JSONResponse(await self.sessions.describe(made), 201)
+
+    async def rewind_session(self, session_id: str, body: Rewind) -> Response:
+        """Take back its end."""
+        kept = self.sessions.get(session_id)
+        await self.sessions.rewind(kept, body)
+        return JSONResponse(await self.sessions.describe(kept))
+
+    async def edit_session(self, session_id: str, body: Edit) -> Response:
+        """Remove something from its middle."""
+        kept = self.sessions.get(session_id)
+        await self.sessions.edit(kept, body)
+        return JSONResponse(await self.sessions.describe(kept))
+
+    async def save_session(self, session_id: str) -> Response:
+        """Write it to disk."""
+        kept = self.sessions.get(session_id)
+        await self.sessions.save(kept)
+        return JSONResponse(await self.sessions.describe(kept))
+
+    async def restore_session(self, session_id: str) -> Response:
+        """Read it from disk."""
+        kept = self.sessions.get(session_id)
+        await self.sessions.restore(kept)
+        return JSONResponse(await self.sessions.describe(kept))
+
+    async def delete_session(self, session_id: str) -> Response:
+        """Remove it from memory and disk."""
+        await self.sessions.delete(self.sessions.get(session_id))
+        return JSONResponse({"id": session_id, "object": "session", "deleted": True})
 
     # --- what is here -----------------------------------------------------------------------------------------------------------
 

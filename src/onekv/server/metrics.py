@@ -108,9 +108,8 @@ def _gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
 def _counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     yield "prompt_tokens", "Tokens of prompts.", stats.prompt_tokens
     yield "generation_tokens", "Tokens made.", stats.generated_tokens
-    yield "prompt_tokens_cached", "Tokens of prompts whose cells were there.", stats.cached_tokens
-    yield "prefix_cache_queries", "Prompts that were looked up.", stats.prefix_queries
-    yield "prefix_cache_hits", "Prompts of which a beginning was there.", stats.prefix_hits
+    yield "prefix_cache_queries", "Tokens of prompts that were looked up.", stats.prompt_tokens
+    yield "prefix_cache_hits", "Tokens of prompts whose cells were there.", stats.cached_tokens
     yield "num_preemptions", "Requests that lost their cells to others for a while.", stats.preemptions
     yield "num_evictions", "Prefixes given up.", stats.evictions
     yield "num_evicted_cells", "Their cells.", stats.evicted_cells

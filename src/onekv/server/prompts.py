@@ -6,13 +6,17 @@ Runs beside the event loop, because a long prompt takes long to encode.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
+from onekv.core.prefix import Key
 from onekv.engine.engine import Engine
 from onekv.engine.guide import Guide
 from onekv.engine.request import Request
 from onekv.engine.sampler import Sampling
+from onekv.engine.session import Session
 from onekv.engine.tools import OPEN, forced_call_schema, supports_tools
 from onekv.errors import ConfigError
 from onekv.models import Text
@@ -35,50 +39,61 @@ from onekv.server.schema import (
 Turn = Mapping[str, Any]  # a message as templates take it
 
 
-def completion_requests(engine: Engine, body: CompletionRequest, explain: bool) -> list[Request]:
+def completion_requests(
+    engine: Engine, body: CompletionRequest, explain: bool, held: Sequence[int] = (), session: Session | None = None
+) -> list[Request]:
     """One request a prompt.
 
+    Args:
+        held:    token ids that the prompt follows
+        session: whose they are
     Raises:
         ApiError: a prompt without tokens, or a field that this model does not allow.
     """
     requests = []
     for i, prompt in enumerate(body.prompts):
-        ids = engine.model.text.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = engine.model.text.encode(prompt, special=not held) if isinstance(prompt, str) else prompt
         param = "prompt" if len(body.prompts) == 1 else f"prompt.{i}"
         _check_ids(engine, ids, param)
         requests.append(
             Request(
-                prompt=tuple(ids),
+                prompt=(*held, *ids),
                 logprobs=body.logprobs,
                 prompt_logprobs=bool(body.echo) and body.logprobs is not None,
                 explain=explain,
-                **_common(engine, body),
+                **_common(engine, body, session),
             )
         )
     return requests
 
 
-def chat_request(engine: Engine, body: ChatRequest, explain: bool) -> Request:
+def chat_request(
+    engine: Engine, body: ChatRequest, explain: bool, before: Sequence[Turn] = (), held: Sequence[int] = (), session: Session | None = None
+) -> Request:
     """The request of a conversation.
 
+    Args:
+        before: turns that the messages follow
+        held:   their token ids
+        session: whose they are
     Raises:
         ApiError: the model's template takes no such messages, tools or format; names the field.
     """
-    messages, tools = turns(body.messages), tools_of(body)
+    messages, tools = [*before, *turns(body.messages, before)], tools_of(body)
     if tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         _check_tools(engine.model.text, "tools" if tools else "messages")
-    ids = rendered(engine.model.text, messages, tools, opened=OPEN + "\n" if is_forced(body) else "")
+    ids = continued(engine.model.text, held, messages, tools, opened=OPEN + "\n" if is_forced(body) else "")
     return Request(
         prompt=tuple(ids),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         guide=guide_of(engine, body),
         points=tuple(ends(engine.model.text, messages, tools, ids)) if has_points(engine) else (),
         explain=explain,
-        **_common(engine, body),
+        **_common(engine, body, session),
     )
 
 
-def _common(engine: Engine, body: Generation) -> dict[str, Any]:
+def _common(engine: Engine, body: Generation, session: Session | None = None) -> dict[str, Any]:
     """What both kinds of request share."""
     bias = {int(i): value for i, value in (body.logit_bias or {}).items()}
     _check_ids(engine, bias, "logit_bias")
@@ -100,8 +115,14 @@ def _common(engine: Engine, body: Generation) -> dict[str, Any]:
         "stop_ids": tuple(body.stop_token_ids or ()),
         "ignore_eos": bool(body.ignore_eos),
         "n": body.n,
-        "key": () if body.cache_salt is None else (("salt", body.cache_salt),),
+        "key": key_of(body.cache_salt) if session is None else session.key,
+        "session": session,
     }
+
+
+def key_of(salt: str | None) -> Key:
+    """What else changes keys and values, as the engine is told."""
+    return () if salt is None else (("salt", salt),)
 
 
 def _check_ids(engine: Engine, ids: Sequence[int] | Mapping[int, float], param: str) -> None:
@@ -116,14 +137,16 @@ def _check_ids(engine: Engine, ids: Sequence[int] | Mapping[int, float], param: 
 # --- conversations --------------------------------------------------------------------------------------------------------------
 
 
-def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def turns(messages: Sequence[Message], before: Sequence[Turn] = ()) -> list[dict[str, Any]]:
     """The messages as templates take them: text, and "system" for the developer.
 
+    Args:
+        before: turns that they follow
     Raises:
         ApiError: an answer of a tool that was not called, or arguments that are no JSON object.
     """
     made: list[dict[str, Any]] = []
-    called: set[str] = set()
+    called = {call["id"] for turn in before for call in turn.get("tool_calls", ())}
     for i, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         turn: dict[str, Any] = {"role": role, "content": _text(message.content)}
@@ -229,30 +252,54 @@ def ends(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]
 
 
 def spans(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, ids: Sequence[int]) -> list[int | None]:
-    """How many of the prompt's ids the first 1, 2 .. messages take; None where the template writes them otherwise when more follow, or
-    the last token reaches into what follows.
+    """How many of the ids the first 1, 2 .. messages take; None where the template writes them otherwise when more follow, or no token
+    ends with them. Of a last message, the ids may lack what is written after its end token.
 
-    Cost: one use of the template a message; every character is encoded once where tokens end with messages.
+    Cost: one use of the template a message, and the bytes of all tokens.
     """
-    whole = text.chat_text(messages, tools=tools)
+    pieces = [text.token_bytes(i) for i in ids]
+    held, ends = b"".join(pieces), list(accumulate(map(len, pieces)))
     found: list[int | None] = []
-    characters = tokens = 0
-    for i in range(1, len(messages) + 1):
-        count = None
+    for count in range(1, len(messages) + 1):
         try:
-            part = text.chat_text(messages[:i], tools=tools, add_generation_prompt=False)
+            part = text.chat_text(messages[:count], tools=tools, add_generation_prompt=False)
         except ConfigError:  # such as a system prompt alone, which some templates refuse
-            part = ""
-        if part and whole.startswith(part) and len(part) >= characters:
-            new = text.encode(part[characters:], special=False)
-            if list(ids[tokens : tokens + len(new)]) == new:
-                count = tokens + len(new)
-            elif list(ids[: len(new := text.encode(part, special=False))]) == new:  # a tokenizer that writes beginnings otherwise
-                count = len(new)
-        if count is not None:
-            characters, tokens = len(part), count
-        found.append(count)
+            found.append(None)
+            continue
+        found.append(_tokens_of(text, part, held, ends, ids, is_last=count == len(messages)))
     return found
+
+
+def _tokens_of(text: Text, part: str, held: bytes, ends: list[int], ids: Sequence[int], *, is_last: bool) -> int | None:
+    data = part.encode()
+    if held.startswith(data):
+        at = bisect_left(ends, len(data))
+        return at + 1 if ends[at : at + 1] == [len(data)] else None
+    if is_last and held and data.startswith(held):
+        return len(ids)
+    encoded = text.encode(part, special=False)  # a tokenizer that writes the start of a text otherwise
+    return len(encoded) if encoded and list(ids[: len(encoded)]) == encoded else None
+
+
+def continued(
+    text: Text, held: Sequence[int], messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, opened: str = ""
+) -> list[int]:
+    """Token ids of a conversation of which some are there already: these, as they were made, and what follows them. Where the template
+    writes what is there otherwise now, all are made again.
+
+    Raises:
+        ApiError: the template refuses it.
+    """
+    try:
+        whole = text.chat_text(messages, tools=tools) + opened
+    except ConfigError as error:
+        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
+    start = text.decode(held, special=True)
+    if held and whole.startswith(start):
+        ids = [*held, *text.encode(whole[len(start) :], special=False)]
+        if text.decode(ids, special=True) == whole:
+            return ids
+    return text.encode(whole, special=False)
 
 
 def tokenized(text: Text, body: TokenizeRequest) -> list[int]:

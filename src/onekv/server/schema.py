@@ -279,6 +279,8 @@ class CompletionRequest(Generation):
             )
         if self.session is not None and len(self.prompts) > 1:
             raise wrong("prompt", "a session goes on with one prompt")
+        if self.session is not None and self.echo:
+            raise wrong("echo", "a session's text is not given back; leave echo out")
         return self
 
 
@@ -373,6 +375,57 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------------------
+
+
+class NewSession(Body):
+    """POST /v1/sessions."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class Place(Body):
+    """POST /v1/sessions/{id}/fork: up to a message, that one included, or up to a position; neither: all."""
+
+    message: Annotated[int, Field(ge=0)] | None = None
+    position: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one_at_most(self) -> Self:
+        if None not in (self.message, self.position):
+            raise wrong("position", "send either message or position")
+        return self
+
+
+class Rewind(Body):
+    """POST /v1/sessions/{id}/rewind: take back the last messages, or everything from a position on."""
+
+    messages: Annotated[int, Field(ge=1)] | None = None
+    position: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.messages is None) == (self.position is None):
+            raise wrong("messages", "send either messages or position")
+        return self
+
+
+class Edit(Body):
+    """POST /v1/sessions/{id}/edit: remove a message, or the positions from start up to end."""
+
+    message: Annotated[int, Field(ge=0)] | None = None
+    start: Annotated[int, Field(ge=0)] | None = None
+    end: Annotated[int, Field(ge=0)] | None = None
+    mode: Literal["exact", "shift"] = "exact"
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.start is None) != (self.end is None) or (self.message is None) == (self.start is None):
+            raise wrong("message", "send either message, or start and end")
+        return self
 
 
 # --- responses ------------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel
@@ -42,6 +42,7 @@ from onekv.server.schema import (
     Usage,
 )
 
+_T = TypeVar("_T")
 Heard = tuple[int, Event]  # which of a request's streams, and what it said
 
 
@@ -106,9 +107,30 @@ def _hear(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Heard | Exceptio
 
 
 async def _gone(request: Request, queue: asyncio.Queue[Heard | Exception]) -> None:
+    await _is_gone(request)
+    queue.put_nowait(ClientGone())
+
+
+async def _is_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    queue.put_nowait(ClientGone())
+
+
+async def unless_gone(request: Request, waiting: Coroutine[Any, Any, _T]) -> _T:
+    """Wait for something as long as the client does.
+
+    Raises:
+        ClientGone: it does not any more.
+    """
+    work, watch = asyncio.create_task(waiting), asyncio.create_task(_is_gone(request))
+    try:
+        await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGone
+        return work.result()
+    finally:
+        work.cancel()
+        watch.cancel()
 
 
 # --- answers --------------------------------------------------------------------------------------------------------------------
@@ -208,6 +230,11 @@ class Answer(ABC):
             explained = [one for one in self._explanations if one is not None]
             fields["explain"] = explained if len(self._explanations) > 1 else explained[0]
         return fields
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has come to its own end."""
+        return all(one.reason not in (None, "cancelled") for one in self._choices)
 
     @property
     def usage(self) -> Usage:
@@ -357,6 +384,13 @@ class ChatAnswer(Answer):
         super().__init__(*args, **settings)
         for choice in self._choices:
             choice.tools = ToolParser(inside=calls == "forced") if calls else None
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """The first answer, as the template takes it when the conversation goes on."""
+        choice = self._choices[0]
+        calls = [_made(call).model_dump(exclude_unset=True) for call in choice.calls]
+        return {"role": "assistant", "content": choice.text, **({"tool_calls": calls} if calls else {})}
 
     def _open(self, i: int) -> Iterator[Completion]:
         for at in range(self._n * i, self._n * (i + 1)):
