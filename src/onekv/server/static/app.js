@@ -18,7 +18,7 @@ const hues = new Map(); // session id -> number of its colour, for as long as th
 let sessions = [];
 let lit = null; // {session, message} the pointer is on
 
-const page = { settings: { temperature: 0.7, limit: 512, ...stored("settings", {}) }, opened: open, closed: close, deleted, light };
+const page = { settings: { temperature: 0.7, limit: null, ...stored("settings", {}) }, opened: open, nextName, closed: close, deleted, light };
 const map = new CellMap(at("map"), (id) => hues.has(id) && { name: sessions.find((one) => one.id === id)?.name ?? "Untitled", hue: hues.get(id) });
 
 function hueOf(id) {
@@ -51,6 +51,15 @@ async function open(session, after = null) {
     conversation.fail(error);
   }
   await list();
+}
+
+/** For a fork: the name with the next number that is free. */
+function nextName(name) {
+  const base = name.replace(/ \d+$/, "");
+  const names = new Set(sessions.map((session) => session.name));
+  let number = 2;
+  while (names.has(`${base} ${number}`)) number++;
+  return `${base} ${number}`;
 }
 
 function close(id) {
@@ -102,9 +111,10 @@ async function reopen(session) {
 
 /** The sessions of the server: the open ones show their numbers, the others are listed. */
 async function list() {
-  sessions = (await get("v1/sessions")).data.sort((a, b) => a.created - b.created);
+  const before = [...conversations]; // one that is opened while the list is made may not be in it
+  sessions = (await get("v1/sessions")).data;
   for (const session of sessions) hueOf(session.id);
-  for (const [id, conversation] of conversations) conversation.update(sessions.find((one) => one.id === id));
+  for (const [id, conversation] of before) conversation.update(sessions.find((one) => one.id === id));
   others();
 }
 

@@ -3,7 +3,9 @@
 import { get, post, stream } from "./api.js";
 import { ask, bytes, count, h, quoted } from "./dom.js";
 
+// Why no more of a prompt was cached: what its conversation held, or where the prompt and all cached prefixes part.
 const WHY = {
+  held: (cached) => `The conversation held the first ${count(cached, "token")}; what comes after them had to be evaluated.`,
   all: () => "All of the prompt was in the buffer; its last token is always evaluated, to know what follows.",
   differs: (why) => `At position ${why.position} the buffer goes on with ${quoted(why.cached_text)}, the prompt with ${quoted(why.given_text)}.`,
   evicted: (why) => `What comes from position ${why.position} on had been in the buffer, and was evicted to make room.`,
@@ -15,7 +17,7 @@ export class Conversation {
   #follows = true; // the end of the messages is in view, and is to stay there
   #drawn = ""; // the messages that are shown, to leave them alone when they are the same
 
-  /** `page`: what a column needs of the rest: opened(session, after), closed(id), deleted(session), light(session, message | null), settings. */
+  /** `page`: what a column needs of the rest: opened(session, after), nextName(name), closed(id), deleted(session), light(session, message | null), settings. */
   constructor(session, hue, page) {
     this.session = session;
     this.hue = hue;
@@ -246,7 +248,7 @@ export class Conversation {
     const lines = [];
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-      const why = explain && WHY[explain.where]?.(explain);
+      const why = explain && (cached > explain.matched ? WHY.held(cached) : WHY[explain.where]?.(explain));
       const summary = h("summary", {}, `${cached} of ${count(usage.prompt_tokens, "prompt token")} cached`);
       lines.push(h("details", {}, summary, why && h("p", {}, why), h("p", {}, `${count(usage.completion_tokens, "token")} generated.`)));
     }
@@ -271,7 +273,7 @@ export class Conversation {
   }
 
   async fork(from) {
-    const made = await this.#change("fork", from);
+    const made = await this.#change("fork", { ...from, name: this.page.nextName(this.session.name) });
     if (made) await this.page.opened(made, this);
   }
 
