@@ -73,13 +73,13 @@ def start(page: Page, name: str) -> Locator:
     return column(page, name)
 
 
-def tell(talk: Locator, text: str) -> None:
+def tell(talk: Locator, text: str, seconds: float = 5) -> None:
     """Send a message and wait for the whole answer."""
     before = messages(talk).count()
     talk.get_by_label("Message", exact=True).fill(text)
     talk.get_by_role("button", name="Send").click()
     expect(messages(talk)).to_have_count(before + 2)
-    expect(talk.get_by_role("log")).to_have_attribute("aria-busy", "false")
+    expect(talk.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=1000 * seconds)
 
 
 def messages(talk: Locator) -> Locator:
@@ -537,19 +537,19 @@ def test_forks_of_a_real_conversation_share_its_cells(browser: Browser, tmp_path
         talk.get_by_label("Instructions").fill("You are a travel guide. Answer in two short sentences.")
         talk.get_by_label("Message", exact=True).fill("What should I see in Lisbon in one day?")
         talk.get_by_label("Message", exact=True).press("Enter")
-        expect(messages(talk)).to_have_count(3)
-        expect(talk.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=60_000)
+        expect(messages(talk)).to_have_count(3)  # the instructions, too
+        expect(talk.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=120_000)
         used = served.engine.stats().used_cells
         talk.get_by_role("button", name="Fork", exact=True).click()
         expect(page.locator(".column")).to_have_count(3)
         assert served.engine.stats().used_cells == used
         twin = page.locator(".column").nth(1)
-        tell(talk, "And with two small children?")
-        page.locator("summary", has_text="cached").click()
+        tell(talk, "And with two small children?", seconds=120)
+        talk.locator("summary", has_text="cached").click()
         twin.get_by_label("Message", exact=True).fill("And if it rains?")
         twin.get_by_label("Message", exact=True).press("Enter")
-        expect(messages(twin).last.locator(".content")).to_have_text(re.compile(r"\w+ \w+ \w+"))
+        expect(messages(twin).last.locator(".content")).to_have_text(re.compile(r"\w+ \w+ \w+"), timeout=60_000)
         expect(page.locator("#counts")).to_contain_text(re.compile(r"Shared\s*[1-9]"))
         if "ONEKV_SCREENSHOT" in os.environ:
             page.screenshot(path=SCREENSHOT)
-        expect(twin.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=60_000)
+        expect(twin.get_by_role("log")).to_have_attribute("aria-busy", "false", timeout=120_000)

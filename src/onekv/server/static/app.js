@@ -32,7 +32,7 @@ function fail(place, error) {
 
 // --- conversations ------------------------------------------------------------------------------------------------------------------
 
-async function open(session, after = null) {
+async function open(session, after = null, isAsked = true) {
   if (conversations.has(session.id)) return;
   const conversation = new Conversation(session, hueOf(session.id), page);
   const entries = [...conversations];
@@ -43,8 +43,10 @@ async function open(session, after = null) {
   if (after) after.element.after(conversation.element);
   else at("start").before(conversation.element);
   keep("open", [...conversations.keys()]);
-  conversation.element.scrollIntoView({ block: "nearest", inline: "nearest" });
-  conversation.part.input.focus({ preventScroll: true });
+  if (isAsked) {
+    conversation.element.scrollIntoView({ block: "nearest", inline: "nearest" });
+    conversation.part.input.focus({ preventScroll: true });
+  }
   try {
     await conversation.load();
   } catch (error) {
@@ -221,7 +223,9 @@ async function begin() {
     document.title = `${model.id} · onekv`;
     await list();
     const alive = sessions.filter((session) => session.state !== "saved").map((session) => session.id);
-    for (const id of stored("open", alive.slice(-FIRST_OPEN)).filter((one) => alive.includes(one))) await open(sessions.find((one) => one.id === id));
+    for (const id of stored("open", alive.slice(-FIRST_OPEN)).filter((one) => alive.includes(one))) {
+      await open(sessions.find((one) => one.id === id), null, false);
+    }
   } catch (error) {
     fail("start-error", error);
   }

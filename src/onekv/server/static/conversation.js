@@ -54,7 +54,7 @@ export class Conversation {
     const system = h("textarea", { rows: 2, "aria-label": "Instructions", placeholder: "What the model is told first, such as how to answer" });
     const send = h("button", { type: "submit", class: "primary" }, "Send");
     const stop = h("button", { type: "button", hidden: true, onclick: () => this.stop() }, "Stop");
-    const messages = h("div", { class: "messages", role: "log", "aria-live": "polite", "aria-label": "Messages", tabindex: 0 });
+    const messages = h("div", { class: "messages", role: "log", "aria-live": "polite", "aria-busy": "false", "aria-label": "Messages", tabindex: 0 });
     messages.addEventListener("scroll", () => (this.#follows = messages.scrollHeight - messages.scrollTop - messages.clientHeight < 60));
     new ResizeObserver(() => this.#follow()).observe(messages);
     const submitted = (event) => {
