@@ -78,7 +78,9 @@ def lines_differ(shown: str, came: str, names: dict[str, str]) -> str | None:
 
     def one_differs(line: str, other: str) -> str | None:
         if line.startswith("data: {"):
-            return differs(shown_json(line[6:]), json.loads(other[6:]), names) if other.startswith("data: {") else f"{other!r}, shown {line!r}"
+            return (
+                differs(shown_json(line[6:]), json.loads(other[6:]), names) if other.startswith("data: {") else f"{other!r}, shown {line!r}"
+            )
         return differs(line, other, names)
 
     left = [line for line in came.splitlines() if line]
@@ -147,7 +149,11 @@ class Reader:
         status, _, expected = answered.strip().partition("\n")
         if answer.status_code != int(status):
             return f"{answer.status_code}, shown {status}: {answer.text}"
-        found = differs(shown_json(expected), answer.json(), self._names) if expected.startswith("{") else lines_differ(expected, answer.text, {})
+        found = (
+            differs(shown_json(expected), answer.json(), self._names)
+            if expected.startswith("{")
+            else lines_differ(expected, answer.text, {})
+        )
         return None if found is None else f"{found}\n{answer.text[:3000]}"
 
     def python(self, code: str, expected: str) -> str | None:
@@ -253,9 +259,7 @@ def test_the_table_of_endpoints_is_that_of_the_server() -> None:
 def test_the_table_of_metrics_is_that_of_the_server() -> None:
     with serving() as served:
         text = served.http.get("/metrics").text
-    kinds = {
-        name: kind for name, kind in re.findall(r"^# TYPE onekv:(\w+) (\w+)$", text, re.MULTILINE) if not name.endswith("_created")
-    }
+    kinds = {name: kind for name, kind in re.findall(r"^# TYPE onekv:(\w+) (\w+)$", text, re.MULTILINE) if not name.endswith("_created")}
     assert kinds == {name: row[1] for row in table("What it is doing", "| metric | kind | meaning |") for name in quoted(row[0])}
 
 
