@@ -188,31 +188,43 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
         yield (line, "served", found[3]) if found[3] else (line, found[1], found[2])
 
 
-@pytest.mark.demo_model
-def test_every_example_of_the_page_gives_what_it_shows(tmp_path: Path) -> None:
+def run_all(name: str, text: str, reader: Reader) -> int:
+    """Everything a page shows, in order; returns how many examples that was. Code is run where what it prints is shown after it."""
     if not NAMED_MODELS["smollm2"].path.is_file():
         pytest.fail("no demo model; run `make setup`", pytrace=False)
-    reader, wrong, code, count = Reader(tmp_path / "sessions"), [], "", 0
-    try:
-        for line, kind, text in blocks(PAGE):
+    wrong, code, count = [], "", 0
+    with contextlib.closing(reader):
+        for line, kind, block in blocks(text):
             found = None
             match kind:
                 case "served":
-                    reader.serve(text)
+                    reader.serve(block)
                 case "http":
-                    found = reader.http(text)
-                    count += 1
+                    found = reader.http(block)
                 case "python":
-                    code = text
+                    code = block
                 case "text":
-                    found = reader.python(code, text)
-                    count += 1
+                    found = reader.python(code, block)
+            count += kind in ("http", "text")
             if found:
-                wrong.append(f"docs/server.md:{line}: {found}")
-    finally:
-        reader.close()
+                wrong.append(f"{name}:{line}: {found}")
     assert not wrong, "\n\n".join(wrong)
-    assert count > 30
+    return count
+
+
+@pytest.mark.demo_model
+def test_every_example_of_the_page_gives_what_it_shows(tmp_path: Path) -> None:
+    assert run_all("docs/server.md", PAGE, Reader(tmp_path / "sessions")) > 40
+
+
+@pytest.mark.demo_model
+def test_what_the_readme_shows_of_server_and_engine_is_so(tmp_path: Path) -> None:
+    assert run_all("README.md", f"<!-- served the demo model -->\n{README}", Reader(tmp_path / "sessions")) == 2
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert [link for link in links if not (ROOT / link).exists() and link != "docs/page.png"] == []
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------------------
