@@ -46,22 +46,22 @@ def main() -> None:
         results = [stream.result() for stream in streams]
         for question, result in zip(TRIES, results, strict=True):
             cached, total = result.usage.cached_tokens, result.usage.prompt_tokens
-            print(f"  {cached} of {total} tokens cached: {question} {result.choices[0].text.strip()!r}")
+            print(f"  {cached} of {total} tokens cached: {question} {result.text.strip()!r}")
         print(f"three answers: {time.perf_counter() - begin:.2f} s, {engine.stats().used_cells} cells in use")
 
-        best = max(range(3), key=lambda i: len(results[i].choices[0].text))  # an agent would judge
+        best = max(range(3), key=lambda i: len(results[i].text))  # an agent would judge
         kept, turn = branches[best], turns[best]
         for session in (agent, *branches):
             if session is not kept:
                 session.free()
 
         kept.remove(start, stop)  # by a shift; mode="exact" would evaluate what follows again
-        turn += [{"role": "assistant", "content": results[best].choices[0].text}, {"role": "user", "content": "Thank you. Anything else?"}]
+        turn += [{"role": "assistant", "content": results[best].text}, {"role": "user", "content": "Thank you. Anything else?"}]
         begin = time.perf_counter()
         last = engine.generate([m for m in turn if m["role"] != "tool"], session=kept, max_tokens=24)
         cached, total = last.usage.cached_tokens, last.usage.prompt_tokens
         print(f"branch {best + 1}, the tool's result dropped: {cached} of {total} tokens cached, {time.perf_counter() - begin:.2f} s")
-        print(f"  {last.choices[0].text.strip()!r}")
+        print(f"  {last.text.strip()!r}")
         engine.call(cache.check)
 
 

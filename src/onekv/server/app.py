@@ -63,7 +63,13 @@ Explain = Annotated[bool, Query(description="Say what of the prompt was cached, 
 
 
 def create_app(
-    engine: Engine, name: str, *, api_key: str | None = None, max_body: int = 32 << 20, sessions_dir: Path | None = None
+    engine: Engine,
+    name: str,
+    *,
+    api_key: str | None = None,
+    max_body: int = 32 << 20,
+    sessions_dir: Path | None = None,
+    is_local: bool = False,
 ) -> FastAPI:
     """The server of one engine, which stays the caller's to close, after the server.
 
@@ -72,6 +78,7 @@ def create_app(
         api_key:  what clients must send as their Bearer token; /health and the page itself are open
         max_body: most bytes of a request's body
         sessions_dir: where sessions are saved; None: they are not
+        is_local: answer only requests for "localhost" and the like, so that no page elsewhere can lend its name to this machine
     Raises:
         ConfigError: the directory cannot be used.
     """
@@ -82,7 +89,7 @@ def create_app(
     )
     app.router.route_class = JsonRoute
     app.state.api = api
-    app.add_middleware(Doors, key=api_key, max_body=max_body)
+    app.add_middleware(Doors, key=api_key, max_body=max_body, is_local=is_local)
     install(app)
     completed: dict[str, Any] = {"responses": {200: {"model": Completion}}}
     one, created = "/v1/sessions/{session_id}", {"status_code": 201}
@@ -245,7 +252,9 @@ class Api:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, RequestTooLarge):
-                raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+                told = api_error(error)
+                told.param = param
+                raise told from error
             raise
         return streams
 
