@@ -21,7 +21,7 @@ RUNS: Final = DOCS / "benchmarks.json"
 CHART: Final = DOCS / "benchmarks.svg"
 START: Final = "<!-- tables: written by python -m benchmarks -->"
 END: Final = "<!-- end of tables -->"
-NAMES: Final = ("bookkeeping", "sequence_ops", "attention", "files", "quality", "transformers", "llama_cpp")
+NAMES: Final = ("bookkeeping", "sequence_ops", "attention", "files", "quality", "transformers", "llama_cpp", "engine")
 MARKS: Final = {True: "met", False: "**not met**", None: ""}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import bookkeeping, report, transformers
+from benchmarks import __main__ as every, bookkeeping, engine, report, transformers
 from benchmarks.report import Conditions, Result
 
 
@@ -88,6 +90,86 @@ def test_the_comparison_with_transformers_runs_and_all_sides_make_the_same_token
     assert (line["bench"], len(values)) == ("transformers", len(line["results"]))
     assert [r["goal"] for r in line["results"]].count(transformers.GOAL) == 3
     assert {v for name, v in values.items() if name.endswith("tokens as DynamicCache")} == {100.0}
+
+
+@pytest.mark.slow
+@pytest.mark.demo_model
+def test_the_engine_is_measured_with_the_sides_that_run_here(capsys: pytest.CaptureFixture[str]) -> None:
+    engine.main(["--quick", "--busy", "--weights", "float32", "--speculate", "2"])
+    said = capsys.readouterr().out
+    line = json.loads(said.splitlines()[-1])
+    values = {r["name"]: r["value"] for r in line["results"]}
+    assert (line["bench"], line["quick"], len(values)) == ("engine", True, len(line["results"]))
+    assert all(r["value"] >= 0 and r["goal"] is None for r in line["results"])
+    assert values["K/V of 4 on one prompt of 48: cells / unique tokens"] <= 1.2
+    assert 0 < values["first token of 52: cached / not"] < 1
+    for case in ("4 on one prompt of 48", "4 of 16", "2 on one prompt of 48", "2 of 16"):
+        assert values[f"{case}: onekv"] > 0
+    for side, case in ((engine.SERVER, "4 of 16"), (engine.BATCHING, "2 of 16")):
+        assert f"{case}: onekv / {side}" in values or f"without {side}: " in said
+
+
+def test_tokens_that_begin_alike_are_counted_once() -> None:
+    assert engine.distinct([]) == 0
+    assert engine.distinct([[1, 2, 3]] * 3) == 3
+    assert engine.distinct([[1, 2, 3, 4], [2, 3, 4], [1, 2, 5], [1, 2]]) == 5 + 3
+
+
+# Answers one path, whatever it is asked to serve.
+STAND_IN = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+    def log_message(self, *what): pass
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_gone_after_the_block_however_that_ended() -> None:
+    ports = []
+
+    def serve(ending: BaseException | None) -> None:
+        with engine.llama_server("model.gguf", 64, 1, [sys.executable, "-c", STAND_IN]) as port:
+            ports.append(port)
+            socket.create_connection(("127.0.0.1", port), 5).close()
+            if ending is not None:
+                raise ending
+
+    serve(None)
+    with pytest.raises(KeyboardInterrupt):
+        serve(KeyboardInterrupt())
+    assert len(ports) == 2
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    command = [sys.executable, "-c", "raise SystemExit('No module named sse_starlette')"]
+    with pytest.raises(engine.CannotRun, match="the last it said: No module named sse_starlette"), engine.llama_server("m", 64, 1, command):
+        pass
+
+
+def test_a_server_that_refuses_a_request_leaves_its_side_out() -> None:
+    class Letters:
+        tokenizer = type("tokenizer", (), {"added_tokens_decoder": {0: "</s>"}})
+
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    with engine.llama_server("model.gguf", 64, 1, [sys.executable, "-c", STAND_IN]) as port:
+        served: Any = engine.Served(port, Letters(), 4, [1])  # type: ignore[arg-type]
+        assert served.settings["logit_bias"] == {"0": -100.0}
+        with pytest.raises(engine.CannotRun, match="status 501"):
+            served.run([[1, 2], [3]])
+
+
+def test_every_benchmark_is_run_by_name() -> None:
+    shared = {"__init__", "__main__", "report"}
+    assert {*every.NAMES} == {path.stem for path in Path(engine.__file__).parent.glob("*.py")} - shared
 
 
 def test_every_side_has_its_turn_and_the_first_is_not_counted() -> None:

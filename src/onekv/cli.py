@@ -459,7 +459,8 @@ def serve(
         ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
         cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
         with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
-            made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir)
+            is_local = key is None and run.is_local(bound)
+            made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir, is_local=is_local)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))
 
 

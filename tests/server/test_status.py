@@ -133,7 +133,7 @@ def test_metrics_count_what_happened() -> None:
         assert values[f"onekv:prefix_cache_hits_total{label}"] == 3
         assert values[f"onekv:num_preemptions_total{label}"] == 0
         assert 0 < values[f"onekv:kv_cache_usage_perc{label}"] < 1
-        assert values[f'onekv:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 3
+        assert values[f'onekv:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 2
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
             assert values[f"onekv:{name}_count{label}"] == 2
         assert values[f"onekv:request_generation_tokens_sum{label}"] == 11
@@ -165,6 +165,26 @@ def test_a_key_opens_everything_and_health_and_page_need_none() -> None:
         assert served.http.get("/").status_code in (200, 404)
         assert served.http.get("/static/nothing.js").status_code == 404
         assert served.engine.stats().requests == 0
+
+
+def test_a_local_server_answers_to_its_own_names_only() -> None:
+    """A page elsewhere may point its own name at this machine; what it then asks for carries that name."""
+    with serving(is_local=True) as served:
+        port = served.url.rpartition(":")[2]
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "[::1]", f"LOCALHOST:{port}"):
+            assert served.http.get("/health", headers={"Host": host}).status_code == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "192.0.2.1", ""):
+            assert error_of(served.http.get("/health", headers={"Host": host}), 403)["code"] == "foreign_host", host
+    with serving() as served:
+        assert served.http.get("/health", headers={"Host": "any.example"}).status_code == 200
+
+
+def test_a_page_of_another_origin_may_ask_for_nothing(served: Served) -> None:
+    for origin in ("http://evil.example", "https://127.0.0.1", "null", "http://127.0.0.1:1"):
+        assert error_of(served.http.post("/v1/sessions", headers={"Origin": origin}), 403)["code"] == "foreign_origin", origin
+    answer = served.http.post("/v1/sessions", headers={"Origin": served.url})
+    assert answer.status_code == 201
+    assert served.http.delete(f"/v1/sessions/{answer.json()['id']}").status_code == 200
 
 
 def test_a_body_that_is_too_large_is_a_413_however_it_comes() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from onekv.errors import BatchError, ConfigError
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt, and how its answers are made. Checked when built, as far as it can be without a model.
 
@@ -51,6 +51,7 @@ class Request:
     """
 
     prompt: tuple[int, ...]
+    _: KW_ONLY
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -211,6 +212,16 @@ class Result:
     usage: Done
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     explanation: Difference | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first answer."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first answer."""
+        return self.choices[0].token_ids
 
 
 class Stream:

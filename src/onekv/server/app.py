@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
 from onekv.engine.engine import Engine
@@ -63,7 +63,13 @@ Explain = Annotated[bool, Query(description="Say what of the prompt was cached, 
 
 
 def create_app(
-    engine: Engine, name: str, *, api_key: str | None = None, max_body: int = 32 << 20, sessions_dir: Path | None = None
+    engine: Engine,
+    name: str,
+    *,
+    api_key: str | None = None,
+    max_body: int = 32 << 20,
+    sessions_dir: Path | None = None,
+    is_local: bool = False,
 ) -> FastAPI:
     """The server of one engine, which stays the caller's to close, after the server.
 
@@ -72,6 +78,7 @@ def create_app(
         api_key:  what clients must send as their Bearer token; /health and the page itself are open
         max_body: most bytes of a request's body
         sessions_dir: where sessions are saved; None: they are not
+        is_local: answer only requests for "localhost" and the like, so that no page elsewhere can lend its name to this machine
     Raises:
         ConfigError: the directory cannot be used.
     """
@@ -82,33 +89,33 @@ def create_app(
     )
     app.router.route_class = JsonRoute
     app.state.api = api
-    app.add_middleware(Doors, key=api_key, max_body=max_body)
+    app.add_middleware(Doors, key=api_key, max_body=max_body, is_local=is_local)
     install(app)
-    made: dict[int | str, dict[str, Any]] = {200: {"model": Completion}}
-    one = "/v1/sessions/{session_id}"
-    for path, method, route, responses in (
-        ("/v1/completions", "POST", api.completions, made),
-        ("/v1/chat/completions", "POST", api.chat, made),
-        ("/v1/embeddings", "POST", api.embeddings, {}),
-        ("/v1/models", "GET", api.models, {}),
-        ("/v1/models/{model:path}", "GET", api.model, {}),
-        ("/v1/cells", "GET", api.cells, {}),
-        ("/v1/sessions", "GET", api.list_sessions, {}),
-        ("/v1/sessions", "POST", api.new_session, {}),
-        (one, "GET", api.session, {}),
-        (one, "DELETE", api.delete_session, {}),
-        (f"{one}/fork", "POST", api.fork_session, {}),
-        (f"{one}/rewind", "POST", api.rewind_session, {}),
-        (f"{one}/edit", "POST", api.edit_session, {}),
-        (f"{one}/save", "POST", api.save_session, {}),
-        (f"{one}/restore", "POST", api.restore_session, {}),
-        ("/tokenize", "POST", api.tokenize, {}),
-        ("/detokenize", "POST", api.detokenize, {}),
-        ("/health", "GET", api.health, {}),
-        ("/metrics", "GET", api.metrics_text, {}),
-        ("/", "GET", api.page, {}),
+    completed: dict[str, Any] = {"responses": {200: {"model": Completion}}}
+    one, created = "/v1/sessions/{session_id}", {"status_code": 201}
+    for method, path, route, described in (
+        ("POST", "/v1/completions", api.completions, completed),
+        ("POST", "/v1/chat/completions", api.chat, completed),
+        ("POST", "/v1/embeddings", api.embeddings, {}),
+        ("GET", "/v1/models", api.models, {}),
+        ("GET", "/v1/models/{model:path}", api.model, {}),
+        ("GET", "/v1/cells", api.cells, {}),
+        ("GET", "/v1/sessions", api.list_sessions, {}),
+        ("POST", "/v1/sessions", api.new_session, created),
+        ("GET", one, api.session, {}),
+        ("DELETE", one, api.delete_session, {}),
+        ("POST", f"{one}/fork", api.fork_session, created),
+        ("POST", f"{one}/rewind", api.rewind_session, {}),
+        ("POST", f"{one}/edit", api.edit_session, {}),
+        ("POST", f"{one}/save", api.save_session, {}),
+        ("POST", f"{one}/restore", api.restore_session, {}),
+        ("POST", "/tokenize", api.tokenize, {}),
+        ("POST", "/detokenize", api.detokenize, {}),
+        ("GET", "/health", api.health, {}),
+        ("GET", "/metrics", api.metrics_text, {"response_class": PlainTextResponse}),
+        ("GET", "/", api.page, {"response_class": HTMLResponse}),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None, responses=responses)
+        app.add_api_route(path, route, methods=[method], response_model=None, **described)
     if _STATIC.is_dir():
         app.mount("/static", StaticFiles(directory=_STATIC))
     return app
@@ -245,7 +252,9 @@ class Api:
             for stream in streams:
                 stream.cancel()
             if isinstance(error, RequestTooLarge):
-                raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+                told = api_error(error)
+                told.param = param
+                raise told from error
             raise
         return streams
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -28,14 +30,16 @@ class Doors:
     """ASGI middleware.
 
     Args:
-        key:      what a client must send as its Bearer token; None: nothing
+        key:      what a client must send as its Bearer token; None: nothing, but then pages of other origins are refused
         max_body: most bytes of a body
+        is_local: answer only to names of this machine
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, max_body: int, is_local: bool) -> None:
         self._app = app
         self._key = None if key is None else key.encode()
         self._max_body = max_body
+        self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -66,7 +70,12 @@ class Doors:
         await self._app(scope, receive_counted, send_with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        path = scope["path"]
+        path, host = scope["path"], headers.get("host", "")
+        if self._is_local and not _is_loopback(host):
+            return ApiError(403, f"this server answers on this machine only, not as {host!r}", code="foreign_host")
+        origin = headers.get("origin")
+        if self._key is None and origin is not None and urlsplit(origin).netloc != host:
+            return ApiError(403, f"pages of {origin!r} may not use this server", code="foreign_origin")
         if self._key is not None and path not in _OPEN and not path.startswith("/static/"):
             scheme, _, token = headers.get("authorization", "").partition(" ")
             # Compared in constant time, whatever came.
@@ -79,6 +88,16 @@ class Doors:
     def _too_large(self) -> ApiError:
         # The rest of the body is not read, so the connection cannot be used again.
         return ApiError(413, f"the body is larger than {self._max_body} bytes", code="body_too_large", headers={"Connection": "close"})
+
+
+def _is_loopback(host: str) -> bool:
+    name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
 
 
 class JsonRequest(Request):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from onekv.engine.engine import Engine, EngineStats
-from onekv.engine.request import Done, Event, Failed, Finished, Started
+from onekv.engine.request import Done, Event, Started
 
 _SECONDS: Final = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320, 640)
 _TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -28,7 +28,6 @@ class Metrics:
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine, model))
-        self._model = model
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"onekv:{name}", about, ["model_name"], registry=self._registry, buckets=buckets)
@@ -40,20 +39,12 @@ class Metrics:
         self._each = histogram("request_time_per_output_token_seconds", "From token to token, mean of a request.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._made = histogram("request_generation_tokens", "Tokens made for a request.", _TOKENS)
-        self._finished = Counter(
-            "onekv:request_success", "Answers, by the reason of their end.", ["model_name", "finished_reason"], registry=self._registry
-        )
-        self._failed = Counter("onekv:request_failure", "Requests that failed.", ["model_name"], registry=self._registry).labels(model)
 
     def observe(self, event: Event) -> None:
         """Count what a request says."""
         match event:
             case Started():
                 self._prompt.observe(event.prompt_tokens)
-            case Finished():
-                self._finished.labels(self._model, event.reason).inc()
-            case Failed():
-                self._failed.inc()
             case Done():
                 self._total.observe(event.total_s)
                 self._queued.observe(event.queued_s)
@@ -86,6 +77,11 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"onekv:{name}", about, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        about = "Requests that did not fail, by the reason of their end."
+        finished = CounterMetricFamily("onekv:request_success", about, labels=["model_name", "finished_reason"])
+        for reason in ("stop", "length", "cancelled"):
+            finished.add_metric([self._model, reason], stats.finished.get(reason, 0))
+        yield finished
 
     def describe(self) -> Iterator[Metric]:
         """Nothing is read when it is registered."""
@@ -107,6 +103,7 @@ def _gauges(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
 
 def _counters(stats: EngineStats) -> Iterator[tuple[str, str, float]]:
     yield "prompt_tokens", "Tokens of prompts.", stats.prompt_tokens
+    yield "request_failure", "Requests that failed.", stats.finished.get("failed", 0)
     yield "generation_tokens", "Tokens made.", stats.generated_tokens
     yield "prefix_cache_queries", "Tokens of prompts that were looked up.", stats.prompt_tokens
     yield "prefix_cache_hits", "Tokens of prompts whose cells were there.", stats.cached_tokens

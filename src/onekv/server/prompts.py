@@ -95,6 +95,9 @@ def chat_request(
 
 def _common(engine: Engine, body: Generation, session: Session | None = None) -> dict[str, Any]:
     """What both kinds of request share."""
+    most = engine.scheduler.max_running
+    if body.n > most:
+        raise ApiError(400, f"n: {body.n} answers at a time are more than the {most} that can run", param="n", code="invalid_value")
     bias = {int(i): value for i, value in (body.logit_bias or {}).items()}
     _check_ids(engine, bias, "logit_bias")
     _check_ids(engine, body.stop_token_ids or (), "stop_token_ids")
@@ -294,9 +297,8 @@ def continued(
         whole = text.chat_text(messages, tools=tools) + opened
     except ConfigError as error:
         raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
-    start = text.decode(held, special=True)
-    if held and whole.startswith(start):
-        ids = [*held, *text.encode(whole[len(start) :], special=False)]
+    if held:
+        ids = [*held, *text.encode(whole[len(text.decode(held, special=True)) :], special=False)]
         if text.decode(ids, special=True) == whole:
             return ids
     return text.encode(whole, special=False)

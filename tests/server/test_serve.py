@@ -1,0 +1,97 @@
+"""`onekv serve` as a user starts and stops it: the real process, the demo model, the real client."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AuthenticationError, OpenAI
+
+from onekv import cli
+from onekv.models.pull import NAMED_MODELS
+
+
+@contextlib.contextmanager
+def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server, stopped by SIGTERM, which must end it with success."""
+    if not NAMED_MODELS["smollm2"].path.is_file():
+        pytest.fail("no demo model; run `make setup`", pytrace=False)
+    command = [sys.executable, "-m", "onekv.cli", "serve", "--weights", "float32", "--port", "0", "--cells", "1024", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            line = process.stdout.readline()
+            found = re.fullmatch(r"smollm2 answers on (http://127\.0\.0\.1:\d+)\n", line)
+            assert found, (line, process.stderr.read() if process.poll() is not None else "")
+            assert process.stdout.readline().startswith(f"curl {found[1]}/v1/chat/completions")
+            yield found[1], process
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0, process.stderr.read()
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.demo_model
+def test_case_E11_a_session_outlives_the_process_and_goes_on_from_its_cells(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sk-local\n")
+    options = ("--sessions-dir", str(tmp_path / "sessions"), "--api-key-file", str(key))
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    more: Any = [{"role": "user", "content": "And of Italy?"}]
+    fields: dict[str, Any] = {"model": "smollm2", "temperature": 0, "max_tokens": 16}
+    with served(*options) as (url, process):
+        with pytest.raises(AuthenticationError):
+            OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+        client = OpenAI(base_url=f"{url}/v1", api_key="sk-local", max_retries=0)
+        headers = {"Authorization": "Bearer sk-local"}
+        session = httpx.post(f"{url}/v1/sessions", headers=headers, json={"name": "capitals"}).json()["id"]
+        answer = client.chat.completions.create(messages=question, extra_body={"session": session}, **fields)
+        assert "Paris" in (answer.choices[0].message.content or "")
+        # Stopped in the middle of a stream, which comes to its end.
+        stream = client.completions.create(prompt="Count: one, two,", stream=True, **{**fields, "max_tokens": 40})
+        first = next(stream)
+        process.terminate()
+        pieces = [first, *stream]
+        assert pieces[-1].choices[0].finish_reason == "length"
+    with served(*options) as (url, _):
+        client = OpenAI(base_url=f"{url}/v1", api_key="sk-local", max_retries=0)
+        [kept] = httpx.get(f"{url}/v1/sessions", headers=headers).json()["data"]
+        assert (kept["id"], kept["name"], kept["state"], kept["saved"]) == (session, "capitals", "saved", True)
+        again = client.chat.completions.create(messages=more, extra_body={"session": session}, **fields)
+        assert again.usage is not None
+        assert again.usage.prompt_tokens_details is not None
+        assert again.usage.prompt_tokens_details.cached_tokens == kept["tokens"] - 1
+        said = [*question, {"role": "assistant", "content": answer.choices[0].message.content}, *more]
+        alone = client.chat.completions.create(messages=said, extra_body={"cache_salt": "alone"}, **fields)
+        assert again.choices[0].message.content == alone.choices[0].message.content
+
+
+def test_mistakes_are_one_clear_line_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "load_model", lambda *args, **settings: pytest.fail("a model was loaded"))
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, says in (
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
+            (["--api-key-file", str(empty)], "must hold one API key"),
+            (["--api-key-file", str(tmp_path / "none")], "cannot read the API key"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["onekv", "serve", *options])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert ended.value.code == 2
+            error = capsys.readouterr().err
+            assert says in error
+            assert error.count("\n") == 1
