@@ -95,13 +95,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(
-    model: Any = None, *, cells: int = 512, engine: dict[str, Any] | None = None, limit: float = 0.0, **settings: Any
+    model: Any = None, *, name: str = NAME, cells: int = 512, engine: dict[str, Any] | None = None, limit: float = 0.0, **settings: Any
 ) -> Iterator[Served]:
     """Serve a model; settings go to `create_app`. limit: seconds that requests have when the server is stopped."""
     model = model or Scripted()
     cache = model.cache(cells) if isinstance(model, Scripted) else cache_for(model, cells)
     with Engine(model, cache, **(engine or {})) as made:
-        app = create_app(made, NAME, **settings)
+        app = create_app(made, name, **settings)
         with run.listening_socket("127.0.0.1", 0) as bound:
             started = threading.Event()
             server = run.Server(app, started.set, limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import threading
 import time
@@ -502,7 +503,7 @@ def test_case_S18_a_failure_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("n_keep", [0, 3, 63, 64])
-def test_input_I11_an_endless_answer_goes_on_while_its_oldest_tokens_give_way(n_keep: int) -> None:
+def test_case_I11_an_endless_answer_goes_on_while_its_oldest_tokens_give_way(n_keep: int) -> None:
     model = Scripted(lambda tokens: 97)
     with engine_of(model, 64) as engine:
         result = engine.generate([1, 2, 3, 4], max_tokens=150, context_shift=ContextShift(n_keep))
@@ -649,6 +650,43 @@ def test_a_session_is_saved_and_loaded(tmp_path: Any) -> None:
             session.load(tmp_path / "nope")
         assert session.tokens == tokens[:6]
         settled(engine)
+
+
+class Disk(io.BytesIO):
+    """A file that does not come to an end before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().write(data)
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().read(size)
+
+
+def test_answers_go_on_while_a_session_is_written_or_read() -> None:
+    model = Scripted()
+    with engine_of(model, 64) as engine:
+        session = engine.session()
+        engine.generate([1, 2, 3], max_tokens=4, session=session)
+        tokens, disk = session.tokens, Disk()
+        for work in (lambda: session.save(disk), lambda: session.load(disk)):
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert disk.begun.wait(10)
+            assert len(ids(engine.generate([9, 9], max_tokens=3))) == 3
+            disk.may_end.set()
+            thread.join()
+            disk.seek(0)
+            disk.begun.clear()
+            disk.may_end.clear()
+        assert (session.tokens, session.num_cells) == (tokens[:6], 6)
 
 
 def test_positions_of_a_session_are_checked() -> None:

@@ -125,36 +125,46 @@ class Session:
             self._do(remove)
 
     def save(self, path: files.Target) -> int:
-        """Write its cells to a file, as `KVCache.save`. Returns how many tokens have cells and are in it."""
+        """Write its cells to a file, as `KVCache.save`; the engine waits for a copy, and not for the disk. Returns how many tokens have
+        cells and are in it.
 
-        def save() -> int:
+        Raises:
+            StateError: the file cannot be written.
+            SessionBusy: a request runs on it.
+        """
+
+        def copied() -> files.State:
             cache, seq = self._engine.cache, self.seq
             if seq is not None:
-                return cache.save(path, seq)
+                return cache.copied(seq)
             with self._engine.scheduler.new_sequence() as empty:
-                return cache.save(path, empty)
+                return cache.copied(empty)
 
-        return self._do(save)
+        state = self._do(copied)
+        files.save(path, state)
+        return int(state.rows[0].positions.size)
 
     def load(self, path: files.Target, edited_at: int | None = None) -> int:
-        """Become what a file holds. Returns how many tokens.
+        """Become what a file holds; the engine does not wait for the disk. Returns how many tokens.
 
         Args:
             edited_at: of the session that was saved; a file does not hold it
         Raises:
             StateError: as `KVCache.load`, or the file's positions are not 0, 1, 2 .., or it was not fed as tokens.
             CacheFull: not enough cells, though all that can be given up was.
-            SessionBusy: a request runs on it.
+            SessionBusy: a request runs on the session.
             The session is as before in any of these cases.
         """
+        state = files.load(path)
+        for row in state.rows:
+            if not np.array_equal(row.positions, np.arange(row.positions.size)) or (row.tokens < 0).any():
+                raise StateError("a session's file holds tokens at positions 0, 1, 2 ..; this one does not")
 
-        def load() -> int:
+        def put() -> int:
             scheduler = self._engine.scheduler
             seq = scheduler.new_sequence()
             try:
-                count = scheduler.with_room(lambda: self._engine.cache.load(path, seq))
-                if not np.array_equal(seq.positions, np.arange(count)) or (seq.tokens < 0).any():
-                    raise StateError("a session's file holds tokens at positions 0, 1, 2 ..; this one does not")
+                count = scheduler.with_room(lambda: self._engine.cache.put(state, seq))
             except BaseException:
                 seq.free()
                 raise
@@ -162,7 +172,7 @@ class Session:
             self.seq, self.tokens, self.edited_at = seq, seq.tokens.tolist(), edited_at
             return count
 
-        return self._do(load)
+        return self._do(put)
 
     def free(self) -> None:
         """Give up its cells and tokens. Freeing twice does nothing.

@@ -211,6 +211,10 @@ function otherTheme() {
 
 async function begin() {
   at("new").addEventListener("submit", create);
+  at("add").addEventListener("click", () => {
+    if (at("columns").offsetParent === null) showMap(false); // a narrow window shows one or the other
+    at("new-name").focus();
+  });
   at("settings").addEventListener("click", settings);
   at("theme").addEventListener("click", otherTheme);
   system.addEventListener("change", themed);

@@ -12,6 +12,11 @@ const WHY = {
   never: (why) => `What comes from position ${why.position} on had not been evaluated before.`,
 };
 
+/** A message the server does not have, or not yet. */
+function bubble(role, content, kind = role) {
+  return h("article", { class: `message ${kind}` }, h("span", { class: "role" }, role), h("p", { class: "content" }, content));
+}
+
 export class Conversation {
   #running = null; // AbortController of the answer that is being made
   #follows = true; // the end of the messages is in view, and is to stay there
@@ -142,8 +147,9 @@ export class Conversation {
   }
 
   fail(error) {
+    const text = error.message ?? error;
     const close = h("button", { type: "button", class: "quiet small", onclick: () => this.part.alert.replaceChildren() }, "Dismiss");
-    this.part.alert.replaceChildren(h("div", { class: "alert", role: "alert" }, h("p", {}, error.message ?? error), close));
+    this.part.alert.replaceChildren(h("div", { class: "alert", role: "alert" }, h("p", {}, text.replaceAll(this.id, quoted(this.session.name))), close));
   }
 
   #note(text) {
@@ -191,8 +197,7 @@ export class Conversation {
     part.instructions.hidden = true;
     part.messages.setAttribute("aria-busy", "true"); // read out when it is whole, not word by word
     const answer = document.createTextNode("");
-    const bubble = (role, content) => h("article", { class: `message ${role}` }, h("span", { class: "role" }, role), h("p", { class: "content" }, content));
-    part.messages.append(...messages.map(({ role, content }) => bubble(role, content)), bubble("assistant streaming", answer));
+    part.messages.append(...messages.map(({ role, content }) => bubble(role, content)), bubble("assistant", answer, "assistant streaming"));
     this.#follows = true;
     this.#follow();
     this.#drawn = "";
@@ -239,7 +244,7 @@ export class Conversation {
   }
 
   #stopped(text, isKept) {
-    if (text && !isKept) this.part.messages.append(h("article", { class: "message assistant dropped" }, h("span", { class: "role" }, "stopped, not kept"), h("p", { class: "content" }, text)));
+    if (text && !isKept) this.part.messages.append(bubble("stopped, not kept", text, "assistant dropped"));
     this.#drawn = "";
     this.#note(isKept ? "Stopped." : "Stopped. The conversation is as it was before.");
   }
