@@ -1,7 +1,7 @@
 // The page: which conversations are open, what the server has besides, settings, theme, and the polling of the map.
 
 import { ApiError, get, post, remove } from "./api.js";
-import { CellMap } from "./cells.js";
+import { CellMap, HUES } from "./cells.js";
 import { Conversation } from "./conversation.js";
 import { ask, count, h, labelled } from "./dom.js";
 
@@ -14,16 +14,16 @@ const stored = (name, otherwise) => JSON.parse(localStorage.getItem(`onekv.${nam
 const keep = (name, value) => localStorage.setItem(`onekv.${name}`, JSON.stringify(value));
 
 const conversations = new Map(); // those that are open, by session id, in the order of their columns
-const hues = new Map(); // session id -> number of its colour, for as long as the page lives
+const hues = new Map(); // session id -> its number on this page, which gives its colour
 let sessions = [];
 let lit = null; // {session, message} the pointer is on
 
 const page = { settings: { temperature: 0.7, limit: null, ...stored("settings", {}) }, opened: open, nextName, closed: close, deleted, light };
-const map = new CellMap(at("map"), (id) => hues.has(id) && { name: sessions.find((one) => one.id === id)?.name ?? "Untitled", hue: hues.get(id) });
+const map = new CellMap(at("map"), (id) => hues.has(id) && { name: sessions.find((one) => one.id === id)?.name ?? "Untitled", number: hues.get(id) });
 
 function hueOf(id) {
-  if (!hues.has(id)) hues.set(id, hues.size % 8);
-  return hues.get(id);
+  if (!hues.has(id)) hues.set(id, hues.size);
+  return hues.get(id) % HUES;
 }
 
 function fail(place, error) {

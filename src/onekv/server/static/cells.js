@@ -4,7 +4,7 @@ import { count, h, quoted } from "./dom.js";
 
 const LARGEST = 18; // of a cell's side, in CSS pixels
 const TALLEST = 0.48; // of the map, in heights of the window
-const HUES = 8; // --hue-0 to --hue-7
+export const HUES = 8; // --hue-0 to --hue-7
 
 export class CellMap {
   #seen = null; // the last /v1/cells
@@ -16,7 +16,7 @@ export class CellMap {
   #patterns = new Map();
   #colours = new Map();
 
-  /** `nameOf(session id)`: {name, hue} of a conversation on the page, or undefined. */
+  /** `nameOf(session id)`: {name, number} of a conversation on the page, or undefined. */
   constructor(root, nameOf) {
     this.nameOf = nameOf;
     this.canvas = root.querySelector("canvas");
@@ -65,15 +65,15 @@ export class CellMap {
     if (owner.kind === "session") {
       const id = owner.session ?? owner.name;
       const known = this.nameOf(id);
-      return { key: id, label: known?.name ?? owner.name, ink: known ? `hue-${known.hue % HUES}` : "other" };
+      return { key: id, label: known?.name ?? owner.name, ink: known ? `hue-${known.number % HUES}` : "other", rank: known?.number ?? Infinity };
     }
-    return owner.kind === "request" ? { key: "request", label: "Other requests", ink: "request" } : { key: "prefix", label: "Cached prefixes", ink: "prefix" };
+    return owner.kind === "request" ? { key: "request", label: "Other requests", ink: "request", rank: Infinity } : { key: "prefix", label: "Cached prefixes", ink: "prefix", rank: Infinity };
   }
 
   /** Those of a cell, each once, in a steady order. */
   #ownersOf(cell) {
     const found = new Map(cell[2].map((id) => this.#owner(id)).map((owner) => [owner.key, owner]));
-    return [...found.values()].sort((a, b) => (a.key < b.key ? -1 : 1));
+    return [...found.values()].sort((a, b) => (a.rank === b.rank ? (a.key < b.key ? -1 : 1) : a.rank - b.rank));
   }
 
   #isEvictable(cell) {
@@ -101,7 +101,7 @@ export class CellMap {
         owners.set(owner.key, entry);
       }
     }
-    this.#legend([...owners.values()].sort((a, b) => b.cells - a.cells || (a.key < b.key ? -1 : 1)));
+    this.#legend([...owners.values()].sort((a, b) => b.cells - a.cells || a.rank - b.rank));
   }
 
   /** Written anew only when it changes, so that a focused entry keeps its focus. */
