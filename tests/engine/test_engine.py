@@ -12,32 +12,9 @@ import pytest
 import torch
 
 from onekv import BatchError, ConfigError, ContextShift, RequestTooLarge, Window
-from onekv.engine.engine import Engine
-from onekv.engine.request import Delta, Done, Failed, Finished, Request, Result, Started, Stream
+from onekv.engine.request import Delta, Done, Failed, Finished, Request, Started, Stream
 from onekv.errors import EngineClosed, QueueFull, SessionBusy
-from scripted import END, VOCAB, Scripted, alone, says
-
-
-def engine_of(model: Scripted, cells: int = 64, **settings: Any) -> Engine:
-    """Small steps, so that prompts are cut."""
-    cache = model.cache(cells, **settings.pop("cache", {}))
-    return Engine(model, cache, **{"max_running": 4, "max_batch_tokens": 8, **settings})  # type: ignore[arg-type]
-
-
-def ids(result: Result, index: int = 0) -> list[int]:
-    return result.choices[index].token_ids
-
-
-def settled(engine: Engine) -> None:
-    """Nothing runs, every cell belongs to a cached prefix or a session, and the books agree."""
-    engine.call(engine.cache.check)
-    engine.call(engine.scheduler.tree.check)
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.evictable_cells == stats.used_cells
-    assert stats.used_cells + stats.free_cells == stats.num_cells
-    assert not engine._jobs
-    assert engine._queued == 0
+from scripted import END, VOCAB, Scripted, alone, engine_of, ids, says, settled
 
 
 def test_an_answer_is_what_the_model_says() -> None:

@@ -51,7 +51,23 @@ def url() -> Iterator[str]:
 
 
 def asked(rng: random.Random, count: int, leaving: int) -> list[Asked]:
-    words = ["river", "stone", "lamp", "winter", "paper", "green", "cloud", "seven", "music", "window", "bread", "silver", "north", "engine", "quiet"]
+    words = [
+        "river",
+        "stone",
+        "lamp",
+        "winter",
+        "paper",
+        "green",
+        "cloud",
+        "seven",
+        "music",
+        "window",
+        "bread",
+        "silver",
+        "north",
+        "engine",
+        "quiet",
+    ]
     stems = [" ".join(rng.choices(words, k=8)) for _ in range(6)]
     made = []
     for i in range(count):
