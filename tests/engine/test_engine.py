@@ -282,6 +282,20 @@ def test_beams_share_cells_wait_for_each_other_and_leave_nothing_behind() -> Non
             settled(engine)
 
 
+def test_beams_go_on_though_every_likely_token_ends_an_answer() -> None:
+    def answer(tokens: list[int]) -> torch.Tensor:
+        logits = torch.zeros(VOCAB)
+        logits[200:205] = 9.0
+        return logits
+
+    model = Scripted(answer)
+    model.text.eos_ids = frozenset(range(200, 205))
+    with engine_of(model) as engine:
+        result = engine.generate([1, 2, 3], beams=2, n=2, max_tokens=3)
+        assert all(choice.token_ids[-1] in model.text.eos_ids for choice in result.choices)
+        settled(engine)
+
+
 def test_a_beam_search_is_cancelled_and_refused_like_any_request() -> None:
     model = Scripted(lambda tokens: torch.zeros(VOCAB), delay=0.002)
     with engine_of(model, 64) as engine:
