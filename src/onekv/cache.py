@@ -868,6 +868,11 @@ class Sequence:
             raise BatchError("this sequence was freed")
         return self._id
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether it has given back its id."""
+        return self._id is None
+
     def __index__(self) -> int:
         return self.id
 

@@ -13,32 +13,9 @@ import pytest
 import torch
 
 from onekv import BatchError, ConfigError, ContextShift, RequestTooLarge, Window
-from onekv.engine.engine import Engine
-from onekv.engine.request import Delta, Done, Failed, Finished, Request, Result, Started, Stream
+from onekv.engine.request import Delta, Done, Failed, Finished, Request, Started, Stream
 from onekv.errors import EngineClosed, QueueFull, SessionBusy
-from scripted import END, VOCAB, Scripted, alone, says
-
-
-def engine_of(model: Scripted, cells: int = 64, **settings: Any) -> Engine:
-    """Small steps, so that prompts are cut."""
-    cache = model.cache(cells, **settings.pop("cache", {}))
-    return Engine(model, cache, **{"max_running": 4, "max_batch_tokens": 8, **settings})  # type: ignore[arg-type]
-
-
-def ids(result: Result, index: int = 0) -> list[int]:
-    return result.token_ids if index == 0 else result.choices[index].token_ids
-
-
-def settled(engine: Engine) -> None:
-    """Nothing runs, every cell belongs to a cached prefix or a session, and the books agree."""
-    engine.call(engine.cache.check)
-    engine.call(engine.scheduler.tree.check)
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.evictable_cells == stats.used_cells
-    assert stats.used_cells + stats.free_cells == stats.num_cells
-    assert not engine._jobs
-    assert engine._queued == 0
+from scripted import END, VOCAB, Scripted, alone, engine_of, ids, says, settled
 
 
 def test_an_answer_is_what_the_model_says() -> None:
@@ -304,6 +281,20 @@ def test_beams_share_cells_wait_for_each_other_and_leave_nothing_behind() -> Non
             assert ids(beside.result()) == alone(model, [9] * 8, 20)
             assert engine.stats().preemptions > 0
             settled(engine)
+
+
+def test_beams_go_on_though_every_likely_token_ends_an_answer() -> None:
+    def answer(tokens: list[int]) -> torch.Tensor:
+        logits = torch.zeros(VOCAB)
+        logits[200:205] = 9.0
+        return logits
+
+    model = Scripted(answer)
+    model.text.eos_ids = frozenset(range(200, 205))
+    with engine_of(model) as engine:
+        result = engine.generate([1, 2, 3], beams=2, n=2, max_tokens=3)
+        assert all(choice.token_ids[-1] in model.text.eos_ids for choice in result.choices)
+        settled(engine)
 
 
 def test_a_beam_search_is_cancelled_and_refused_like_any_request() -> None:

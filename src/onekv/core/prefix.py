@@ -22,7 +22,7 @@ from typing import Final, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from onekv.errors import OneKVError
+from onekv.errors import ConfigError, OneKVError
 
 Holder = TypeVar("Holder")
 Key = tuple[tuple[str, str], ...]  # what changes keys and values besides the tokens, each part with its tag
@@ -330,10 +330,27 @@ class PrefixTree(Generic[Holder]):
         return 0
 
     def _note_given_up(self, node: _Node[Holder]) -> None:
-        self._given_up.append((node.key, node.tokens()))
+        tokens = node.tokens()
+        if self._given_up:  # a branch is given up from its end, piece by piece: the first piece tells it all
+            key, last = self._given_up[-1]
+            if key == node.key and common_prefix(last, tokens) == tokens.size:
+                return
+        self._given_up.append((node.key, tokens))
         self._remembered += node.depth
         while self._remembered > _REMEMBERED:
             self._remembered -= self._given_up.popleft()[1].size
+
+
+def checked_key(key: Key) -> Key:
+    """The key itself.
+
+    Raises:
+        ConfigError: it is no tuple of (tag, text).
+    """
+    pairs = isinstance(key, tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in key)
+    if not pairs or not all(isinstance(text, str) for part in key for text in part):
+        raise ConfigError(f'key must be a tuple of (tag, text), such as (("salt", "x"),); got {key!r}')
+    return key
 
 
 def common_prefix(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
