@@ -228,6 +228,22 @@ def test_explain_says_where_a_prompt_leaves_what_is_held() -> None:
         assert result.explanation == told
 
 
+def test_what_a_session_holds_is_explained_too() -> None:
+    with engine_of(Scripted()) as engine:
+        session = engine.session()
+        first = engine.generate([1, 2, 3, 4, 5], max_tokens=2, session=session)
+        told = engine.explain([1, 2, 3, 9])
+        assert (told.matched, told.reason, told.held) == (3, "differs", (1, 2, 3, 4, 5, ids(first)[0]))
+        again = engine.generate([*session.tokens, 7], max_tokens=1, session=session, explain=True)
+        assert again.explanation is not None
+        assert (again.explanation.matched, again.explanation.reason) == (6, "never")
+        session.remove(1, 2, mode="shift")
+        assert engine.explain([1, 3, 4]).matched == 1  # what was shifted is nobody else's
+        shifted = engine.generate([*session.tokens[:4], 9], max_tokens=1, session=session, explain=True)
+        assert shifted.explanation is not None
+        assert (shifted.explanation.matched, shifted.usage.cached_tokens) == (4, 4)
+
+
 # --- several answers ----------------------------------------------------------------------------------------------------------------
 
 

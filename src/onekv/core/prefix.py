@@ -248,16 +248,8 @@ class PrefixTree(Generic[Holder]):
         """
         given = _array(tokens)
         path, matched = self._walk(key, given)
-        held = _tail(path[-1] if path else self._roots.get(key), matched)
         once = max((common_prefix(old, given) for k, old in self._given_up if k == key), default=0)
-        reason: Literal["all", "differs", "evicted", "never"] = "differs" if held.size else "never"
-        if matched == given.size:
-            reason = "all"
-        elif once > matched:
-            reason = "evicted"
-        first = max(matched - SHOWN, 0)
-        around = np.concatenate([given[first:matched], held[:SHOWN]])
-        return Difference(matched, int(given.size), reason, tuple(around.tolist()), tuple(given[first : matched + SHOWN].tolist()))
+        return difference(given, matched, _tail(path[-1] if path else self._roots.get(key), matched), once)
 
     def check(self) -> None:
         """Compare the tree with what it says of itself.
@@ -339,6 +331,22 @@ class PrefixTree(Generic[Holder]):
         self._remembered += node.depth
         while self._remembered > _REMEMBERED:
             self._remembered -= self._given_up.popleft()[1].size
+
+
+def difference(given: Tokens, matched: int, held: NDArray[np.integer], once: int = 0) -> Difference:
+    """What `explain` says of a prompt that agrees with what is held up to `matched`, where that goes on with `held`.
+
+    Args:
+        once: how many tokens of it were held before
+    """
+    reason: Literal["all", "differs", "evicted", "never"] = "differs" if held.size else "never"
+    if matched == given.size:
+        reason = "all"
+    elif once > matched:
+        reason = "evicted"
+    first = max(matched - SHOWN, 0)
+    around = np.concatenate([given[first:matched], held[:SHOWN]])
+    return Difference(matched, int(given.size), reason, tuple(around.tolist()), tuple(given[first : matched + SHOWN].tolist()))
 
 
 def checked_key(key: Key) -> Key:

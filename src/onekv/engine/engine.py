@@ -269,8 +269,8 @@ class Engine:
         return self._stats
 
     def explain(self, tokens: Listing[int], key: Key = ()) -> Difference:
-        """Where a prompt and the cached prefixes part; changes nothing. Waits for the end of a step."""
-        return self.call(lambda: self.scheduler.tree.explain(key, tokens))
+        """Where a prompt and what is held part: cached prefixes, sessions, running answers; changes nothing. Waits for the end of a step."""
+        return self.call(lambda: self.scheduler.explain(key, np.array(tokens, np.int64)))
 
     def cells(self, group: int = 0) -> dict[str, Any]:
         """Every used cell of a group, for a picture: {"num_cells", "head", "cells": [[index, position, [owners], token id], ...],
@@ -530,8 +530,7 @@ class Engine:
         cached = job.cached_tokens or 0
         self._counts["prompt_tokens"] += len(job.request.prompt)
         self._counts["cached_tokens"] += cached
-        explanation = self.scheduler.tree.explain(job.request.key, job.request.prompt) if job.request.explain else None
-        job.stream._put(Started(len(job.request.prompt), cached, explanation))
+        job.stream._put(Started(len(job.request.prompt), cached, job.explanation))
 
     def _receive(self, share: Share, logits: Tensor) -> None:
         """Take the logits of a share's wanted rows."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onekv.cache import KVCache, Sequence
-from onekv.core.prefix import PrefixTree, common_prefix
+from onekv.core.prefix import Difference, Key, PrefixTree, common_prefix, difference
 from onekv.engine.beams import Beams
 from onekv.engine.draft import PromptLookup
 from onekv.engine.output import Output
@@ -55,6 +55,7 @@ class Job:
     completion_tokens: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     search: Beams | None = None
+    explanation: Difference | None = None  # where its prompt and what was held parted
     prompt_told: bool = False  # whether they were given out
     ended: bool = False
 
@@ -262,6 +263,8 @@ class Scheduler:
             length, source, run.coming = self._match(run)
             if run.coming is not None:
                 return True
+            if run.job.request.explain and run.job.explanation is None:
+                run.job.explanation = self.explain(run.job.request.key, run.job.prompt, session)
             self._attach(run, length, source)
             if self.running and not self._fits(run):
                 if session is None:
@@ -276,6 +279,19 @@ class Scheduler:
             self.counts.prefix_queries += 1
             self.counts.prefix_hits += run.computed > 0
         return True
+
+    def explain(self, key: Key, prompt: NDArray[np.int64], session: Session | None = None) -> Difference:
+        """Where a prompt parts from whatever holds most of it: a cached prefix, a session, a running answer. Of `session`, whose prompt
+        it is, what was shifted counts too."""
+        told = self.tree.explain(key, prompt)
+        held = [(s.seq, None if s is session else s.edited_at) for s in self.sessions if s.key == key]
+        held += [(run.seq, run.edited_at) for run in self.running if run.job.request.key == key]
+        for seq, edited_at in held:
+            tokens = seq.tokens if seq is not None else prompt[:0]
+            common = common_prefix(tokens[:edited_at], prompt)
+            if common > told.matched:
+                told = difference(prompt, common, tokens[common:])
+        return told
 
     def _match(self, run: Run) -> tuple[int, Sequence | None, tuple[Run, int] | None]:
         """The longest beginning of an answer's tokens that can be gone on from, whose cells it is, and which other answer, that begins

@@ -167,6 +167,7 @@ class Session:
             SessionBusy: a request runs on the session.
             The session is as before in any of these cases.
         """
+        self._do(lambda: None)  # refused, if it is to be, before the disk is asked
         state = files.load(path)
         for row in state.rows:
             if not np.array_equal(row.positions, np.arange(row.positions.size)) or (row.tokens < 0).any():
