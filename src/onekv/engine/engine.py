@@ -269,7 +269,7 @@ class Engine:
         return self._stats
 
     def explain(self, tokens: Listing[int], key: Key = ()) -> Difference:
-        """Where a prompt and what is held part: cached prefixes, sessions, running answers; changes nothing. Waits for the end of a step."""
+        """Where a prompt and what is held part: cached prefixes, sessions, running answers. Changes nothing. Waits for a step."""
         return self.call(lambda: self.scheduler.explain(key, np.array(tokens, np.int64)))
 
     def cells(self, group: int = 0) -> dict[str, Any]:
