@@ -85,8 +85,7 @@ def faults(notes: dict[str, Any], found: Found, files: dict[str, str]) -> Iterat
                 yield f"{document} {name} differs, but no test holds it"
             if tests and note and not note.startswith("differs: "):
                 yield f"{document} {name} has a test and a reason why not: {note}"
-            is_later = document == "case" and name[0] in notes["later"]
-            if not tests and not is_later and not re.match(r"(replaced by \w+|not applicable|later|differs): \S", note):
+            if not tests and not re.match(r"(replaced by \w+|not applicable|later|differs): \S", note):
                 yield f"{document} {name} has neither a test nor a reason"
         yield from (f"a note for {document} {name}, which is not listed" for name in told if name not in notes[document])
         yield from (f"a note for {document} {name}, which is not listed" for name in told if name not in notes[document])
@@ -163,8 +162,6 @@ def page(notes: dict[str, Any], found: Found, files: dict[str, str]) -> str:
         for name, about in notes[document].items():
             note = notes["notes"][document].get(name, "")
             tests = [_shown(test, files) for test in found.get((document, name), [])]
-            if not tests and not note:
-                note = f"later: belongs to {notes['later'][name[0]]}"
             note = re.sub(r"replaced by (\w+):", lambda match: f"replaced by {_shown(match[1], files)}:", note)
             lines.append(f"| {document} {name} | {about} | {'<br>'.join([*tests, note] if note else tests)} |")
         lines.append("")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -23,6 +26,7 @@ from onekv.server.app import create_app
 from scripted import VOCAB, Scripted
 
 NAME = "scripted"
+CHAT, TEXT, ALL = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
 
 
 def coin(tokens: list[int]) -> torch.Tensor:
@@ -118,3 +122,62 @@ def serving(
                 server.should_exit = True
                 thread.join(20)
                 assert not thread.is_alive()
+
+
+class Client:
+    """A connection that can be cut."""
+
+    def __init__(self, served: Served, body: dict[str, Any], path: str = TEXT) -> None:
+        at = urlsplit(served.url)
+        self.socket = socket.create_connection((at.hostname, at.port), timeout=10)
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        self.socket.sendall(head.encode() + data)
+
+    def read_until(self, text: bytes) -> bytes:
+        """Everything up to some text."""
+        data = b""
+        while text not in data:
+            piece = self.socket.recv(4096)
+            assert piece, data
+            data += piece
+        return data
+
+    def cut(self) -> None:
+        """Go away."""
+        self.socket.close()
+
+
+# --- sessions -------------------------------------------------------------------------------------------------------------------
+
+
+def new(served: Served, **fields: Any) -> str:
+    answer = served.http.post(ALL, json=fields)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def say(served: Served, session: str, text: str, **fields: Any) -> dict[str, Any]:
+    return served.ok(CHAT, {"session": session, "messages": [{"role": "user", "content": text}], "temperature": 0, **fields})
+
+
+def seen(served: Served, session: str) -> dict[str, Any]:
+    return served.ok(f"{ALL}/{session}")
+
+
+def do(served: Served, session: str, what: str, body: Any = None, status: int = 200) -> dict[str, Any]:
+    answer = served.http.post(f"{ALL}/{session}/{what}", **({} if body is None else {"json": body}))
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def contents(session: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in session["messages"]]
+
+
+def files_of(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")

@@ -1221,3 +1221,34 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+def test_case_S05_threads_that_meet_in_a_cache_are_refused_and_break_nothing() -> None:
+    cache = toy(64, max_seqs=16)
+    for seq in range(8):
+        decode(cache, T([seq] * 4, seq, 0))
+    refused: list[str] = []
+
+    def hammer(seq: int) -> None:
+        for _ in range(200):
+            for action in (
+                lambda: cache.seq_cp(seq, seq + 8, 0, 4),
+                lambda: cache.seq_rm(seq + 8, 0, -1),
+                lambda: cache.stats(),
+            ):
+                try:
+                    action()
+                except OneKVError as error:
+                    refused.append(str(error))
+
+    threads = [threading.Thread(target=hammer, args=(seq,)) for seq in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("one thread owns it" in message for message in refused)
+    for seq in range(8, 16):
+        cache.seq_rm(seq, 0, -1)
+    cache.check()
+    assert cache.num_used == 32
+    assert [decode(cache, T([seq], seq, 4)) for seq in range(8)] == [[float(seq)] for seq in range(8)]

@@ -221,6 +221,20 @@ def test_spec_P13_an_empty_whole_file_empties_the_cache() -> None:
     assert cells_text(cache) == ". . . . . . . ."
 
 
+def test_case_E13_loading_a_blank_cache_is_a_fresh_start_each_time() -> None:
+    cache = toy(12)
+    blank = saved(cache)
+    rounds = []
+    for turn in range(5):
+        decode(cache, T([10 + turn, *range(5)], 1, 0))
+        cache.seq_add(1, 3, -1, 2)  # left pending
+        assert load(cache, blank) == 0
+        assert (cache.num_used, cells_text(cache)) == (0, " ".join("." * 12))
+        cache.check()
+        rounds.append(decode(cache, T([1, 2, 3], 0, 0)))
+    assert rounds == [[1.0, 1.5, 2.0]] * 5
+
+
 def test_spec_P14_an_id_that_cannot_be_saved_cannot_be_used() -> None:
     cache = small()
     with pytest.raises(BatchError):

@@ -253,6 +253,21 @@ def test_case_D04_four_rows_fit_in_two_parts() -> None:
     assert decode(cache, T([4, 5, 6, 7], 0, 4), max_ubatch=2) == [2.5, 3.5, 4.5, 5.5]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_case_I28_a_long_text_in_chunks_of_any_size_that_fits(size: int) -> None:
+    """300 tokens, window 4, 6 cells: chunks of 1, 2 and 3 give the same outputs; one of 5 is refused as it is, and fits in parts."""
+    cache, outputs = toy(6, FOUR), []
+    for start in range(0, 300, size):
+        rows = T([p % 97 for p in range(start, min(start + size, 300))], 0, start)
+        if size == 5 and start:
+            with pytest.raises(CacheFull):
+                decode(cache, rows)
+        outputs += decode(cache, rows, max_ubatch=3)
+        cache.check()
+    seen = [[q % 97 for q in range(max(0, p - 3), p + 1)] for p in range(300)]
+    assert outputs == pytest.approx([sum(s) / len(s) for s in seen])
+
+
 def test_case_B08_a_window_of_one_needs_one_cell() -> None:
     cache = toy(1, Window.sliding(1))
     assert [decode(cache, T([token], 0, p)) for p, token in enumerate([5, 6, 7])] == [[5.0], [6.0], [7.0]]

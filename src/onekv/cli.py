@@ -34,7 +34,7 @@ from onekv.engine.session import Session
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
 from onekv.models.budget import Budget, machine_memory
-from onekv.models.pull import NAMED_MODELS, pull as fetch
+from onekv.models.pull import NAMED_MODELS, home, pull as fetch
 from onekv.models.skeleton import skeleton
 from onekv.storage import layer_groups
 
@@ -440,7 +440,8 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key that clients must send.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests answered at a time; others wait.")] = 32,
-    sessions_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved; left out: nowhere.")] = None,
+    sessions_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved; left out: in onekv's own directory.")] = None,
+    save: Annotated[bool, typer.Option("--save/--no-save", help="Save sessions, so that they outlive the server.")] = True,
     speculate: Annotated[int, typer.Option(min=0, help="Tokens guessed a step from the text so far.")] = 0,
 ) -> None:
     """Answer over HTTP: OpenAI's API, sessions, and a page that shows the cells."""
@@ -448,6 +449,9 @@ def serve(
         from onekv.server import app as server, run
     except ImportError as error:
         raise ConfigError(f"serving needs more packages: pip install 'onekv[server]' ({error})") from error
+    if sessions_dir is not None and not save:
+        raise ConfigError("--no-save saves no sessions; leave out --sessions-dir")
+    directory = (sessions_dir or home() / "sessions") if save else None
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
         loaded = load_model(model, weights=weights, deterministic=deterministic)
@@ -457,14 +461,15 @@ def serve(
         cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
         with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
             is_local = key is None and run.is_local(bound)
-            made = server.create_app(engine, model, api_key=key, sessions_dir=sessions_dir, is_local=is_local)
-            run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None))
+            made = server.create_app(engine, model, api_key=key, sessions_dir=directory, is_local=is_local)
+            run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None, directory))
 
 
-def _ready(url: str, model: str, has_key: bool) -> None:
+def _ready(url: str, model: str, has_key: bool, directory: Path | None) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    _out.print(f"{model} answers on {url}", style="bold")
+    kept = "sessions are not saved" if directory is None else f"sessions are saved in {directory}"
+    _out.print(f"{model} answers on {url}; {kept}", style="bold", markup=False)
     _out.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", markup=False)
 
 

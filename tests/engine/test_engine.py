@@ -111,6 +111,19 @@ def test_case_P01_the_last_token_of_a_prompt_is_always_evaluated() -> None:
         assert engine.generate([1], max_tokens=1).usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize("prompt", [[5], [1, 2, 3, 4, 5], list(range(30))], ids=len)
+def test_case_P01_a_window_that_cannot_step_back_is_evaluated_again(prompt: list[int]) -> None:
+    model = Scripted(window=Window.sliding(4))
+    with engine_of(model, 64) as engine:
+        first = engine.generate(prompt, max_tokens=12)
+        for given in (prompt, prompt[:-2] or prompt, prompt):
+            again = engine.generate(given, max_tokens=12)
+            assert ids(again) == alone(model, given, 12)
+            assert again.usage.cached_tokens < len(given)
+        assert ids(first) == alone(model, prompt, 12)
+        settled(engine)
+
+
 def test_case_P02_another_first_token_shares_nothing() -> None:
     model = Scripted()
     with engine_of(model) as engine:
@@ -124,6 +137,21 @@ def test_case_P05_keys_do_not_mix() -> None:
         keys: list[Any] = [(("adapter", "X"),), (("salt", "X"),), (), (("salt", "None"),), (("salt", ""),)]
         assert [engine.generate([1, 2, 3], max_tokens=1, key=key).usage.cached_tokens for key in keys] == [0] * 5
         assert [engine.generate([1, 2, 3], max_tokens=1, key=key).usage.cached_tokens for key in keys] == [2] * 5
+
+
+def test_case_P07_a_session_that_was_edited_is_found_by_what_it_holds_now() -> None:
+    model = Scripted()
+    with engine_of(model) as engine:
+        session = engine.session()
+        first = engine.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1, session=session)
+        session.truncate(6)
+        edited = [1, 2, 3, 4, 5, 6, 90, 91, 92]
+        assert engine.generate(edited, max_tokens=1, session=session).usage.cached_tokens == 6
+        for prompt, cached in (([1, 2, 3, 4, 5, 6, 7, 8, 9], 6), (edited, 8)):
+            result = engine.generate(prompt, max_tokens=2)
+            assert (result.usage.cached_tokens, ids(result)) == (cached, alone(model, prompt, 2))
+        assert ids(first) == alone(model, [1, 2, 3, 4, 5, 6, 7, 8], 1)
+        settled(engine)
 
 
 def test_case_P08_token_ids_are_compared_and_not_texts() -> None:
@@ -176,6 +204,22 @@ def test_case_P10_the_accounts_add_up() -> None:
             evaluated = sum(sum(batch.values()) for batch in model.batches) - evaluated
             assert (usage.cached_tokens, usage.prompt_tokens) == (cached, count)
             assert evaluated == count - cached
+
+
+def test_case_P10_shared_cells_count_once_and_are_given_back_once() -> None:
+    with engine_of(Scripted(), 32) as engine:
+        trunk = engine.session()
+        engine.generate(list(range(10)), max_tokens=1, session=trunk)
+        sessions = [trunk.fork(10) for _ in range(3)]
+        for i, session in enumerate(sessions):
+            engine.generate([*range(10), 50 + i, 61, 62, 63], max_tokens=1, session=session)
+        trunk.free()
+        assert engine.stats().used_cells == 10 + 3 * 4
+        for _ in range(2):
+            sessions[0].free()
+            stats = engine.stats()
+            assert (stats.used_cells, stats.used_cells + stats.free_cells) == (18, 32)
+        settled(engine)
 
 
 def test_equal_prompts_at_once_are_evaluated_once() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from families import tiny_model
-from onekv import CacheFull, ConfigError, KVCache, LayerSpec, Window
+from onekv import Batch, CacheFull, ConfigError, KVCache, LayerSpec, Window
 from onekv.config import MAX_SEQS
 from onekv.models import Model, cache_for
 from onekv.models.budget import Budget, machine_memory
@@ -49,6 +51,51 @@ def test_planned_bytes_are_those_of_a_built_cache(name: str, dtypes: tuple[str, 
         mine = [kind for kind in budget.kinds if kind.group == g]
         assert {kind.num_cells for kind in mine} == {group["cells"]}
         assert sum(kind.nbytes for kind in mine) == group["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "sources", "window", "nbytes"),
+    [
+        (("float16", None), {}, None, 1_048_576),
+        (("q8_0", None), {}, None, 557_056),
+        (("q4_0", "float16"), {}, None, 671_744),
+        (("float16", None), {2: 0, 3: 1}, None, 524_288),
+        (("float16", None), {}, Window.sliding(96), 720_896),
+    ],
+    ids=["f16", "q8_0", "q4_0-f16", "shared", "hybrid"],
+)
+def test_case_S17_bytes_are_those_of_the_arrays(
+    dtypes: tuple[str, str | None], sources: dict[int, int], window: Window | None, nbytes: int
+) -> None:
+    """4 layers, 256 cells, hidden size 1024, 16 query heads, 2 key/value heads of 128."""
+    layers = [LayerSpec(2, 128, source=sources.get(i), window=(window if i >= 2 and window else Window.full())) for i in range(4)]
+    k_dtype, v_dtype = dtypes
+    budget = Budget(of(*layers), 256, 1, max_ubatch=1, k_dtype=k_dtype, v_dtype=v_dtype)
+    cache = KVCache(layers, 256, window_cells=96 if window else None, max_seqs=4, k_dtype=k_dtype, v_dtype=v_dtype)
+    stored = [tensor for i in cache.store.physical for tensor in (cache.store.raw_keys(i), cache.store.raw_values(i))]
+    stats: Any = cache.stats()
+    assert cache.nbytes == sum(tensor.nbytes for tensor in stored) == sum(group["nbytes"] for group in stats["groups"]) == nbytes
+    assert len(stored) == 2 * (2 if sources else 4)
+    if window is None:
+        assert budget.kv_nbytes == nbytes
+
+
+def test_case_S17_a_saved_sequence_is_as_large_as_its_tokens() -> None:
+    layers = [LayerSpec(2, 128)] * 4
+    sizes = {}
+    for num_cells in (64, 1024):
+        cache = KVCache(layers, num_cells, max_seqs=4, k_dtype="float16")
+        for seq, count in enumerate((10, 40)):
+            for step in cache.plan(Batch(list(range(count)), seqs=seq)):
+                with step:
+                    for layer in range(4):
+                        rows = torch.zeros(count, 2, 128)
+                        step.attend(layer, rows, rows, rows, scale=1.0)
+            file = io.BytesIO()
+            cache.save(file, seq)
+            sizes[num_cells, count] = len(file.getvalue())
+    assert sizes[64, 10] == sizes[1024, 10]
+    assert 30 * 4096 <= sizes[64, 40] - sizes[64, 10] < 30 * 4096 + 2000  # 4096 bytes a token
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
 
 from scripted import Scripted, mixed
-from serving import NAME, Served, error_of, serving
+from serving import NAME, Client, Served, error_of, serving
 
 PATH = "/v1/completions"
 LONG = {"prompt": "count", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
-class Client:
-    """A connection that can be cut."""
-
-    def __init__(self, served: Served, body: dict[str, Any], path: str = PATH) -> None:
-        at = urlsplit(served.url)
-        self.socket = socket.create_connection((at.hostname, at.port), timeout=10)
-        data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data)
-
-    def read_until(self, text: bytes) -> bytes:
-        """Everything up to some text."""
-        data = b""
-        while text not in data:
-            piece = self.socket.recv(4096)
-            assert piece, data
-            data += piece
-        return data
-
-    def cut(self) -> None:
-        """Go away."""
-        self.socket.close()
-
-
-@pytest.fixture
-def slow() -> Iterator[Served]:
-    """20 ms a step, one answer at a time."""
-    with serving(Scripted(delay=0.02), cells=2048, engine={"max_running": 1, "max_batch_tokens": 16}) as served:
+@contextlib.contextmanager
+def unchanged(model: Scripted, **settings: Any) -> Iterator[Served]:
+    """Serve; at the end threads and cells must be as at the start, but for cached prefixes, which can be had at any time."""
+    with serving(model, **settings) as served:
+        served.ok(PATH, {"prompt": "warm", "max_tokens": 1})
+        threads = threading.active_count()
         yield served
+        leaves_nothing(served)
+        stats = served.engine.stats()
+        assert stats.used_cells + stats.free_cells == stats.num_cells
+        served.engine.call(served.engine.cache.check)
+        served.until(lambda: threading.active_count() <= threads)
 
 
 def leaves_nothing(served: Served) -> None:
@@ -60,69 +42,78 @@ def leaves_nothing(served: Served) -> None:
         return served.is_idle() and stats.used_cells == stats.evictable_cells and not len(served.app.state.api.listeners)
 
     served.until(nothing)
-    assert served.ok(PATH, {"prompt": "next", "max_tokens": 2, "temperature": 0})["usage"]["completion_tokens"] == 2
+    alone = Scripted().answer(list(b"next"))
+    assert served.ok(PATH, {"prompt": "next", "max_tokens": 1, "temperature": 0})["choices"][0]["text"] == chr(int(alone))
 
 
-def test_case_S03_a_stream_that_is_cut_ends_its_request(slow: Served) -> None:
-    for _ in range(3):
-        client = Client(slow, {**LONG, "stream": True})
-        client.read_until(b"data: ")
-        slow.until(lambda: slow.engine.stats().running == 1)
-        client.cut()
-        leaves_nothing(slow)
-    assert slow.engine.stats().finished["cancelled"] == 3
+ONE = {"max_running": 1, "max_batch_tokens": 8}
+TIMES = 100
 
 
-def test_case_S03_a_client_that_waits_for_the_whole_answer_and_goes_ends_its_request(slow: Served) -> None:
-    client = Client(slow, LONG)
-    slow.until(lambda: slow.engine.stats().generated_tokens > 3)
-    client.cut()
-    leaves_nothing(slow)
-    assert slow.engine.stats().generated_tokens < 200
+def test_case_S03_a_stream_that_is_cut_ends_its_request() -> None:
+    with unchanged(Scripted(delay=0.001), cells=1024, engine=ONE) as served:
+        for _ in range(TIMES):
+            client = Client(served, {**LONG, "stream": True})
+            client.read_until(b"data: ")
+            client.cut()
+            served.until(served.is_idle)
+        assert served.engine.stats().finished["cancelled"] == TIMES
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_case_S03_a_client_that_goes_during_its_prompt_ends_its_request(slow: Served, stream: bool) -> None:
-    client = Client(slow, {**LONG, "prompt": "x" * 1600, "stream": stream})  # 100 steps
-    slow.until(lambda: slow.engine.stats().steps > 3)
-    client.cut()
-    leaves_nothing(slow)
-    assert slow.engine.stats().steps < 60
+def test_case_S03_a_client_that_waits_for_the_whole_answer_and_goes_ends_its_request() -> None:
+    with unchanged(Scripted(delay=0.001), cells=1024, engine=ONE) as served:
+        for _ in range(TIMES):
+            before = served.engine.stats().generated_tokens
+            client = Client(served, LONG)
+            served.until(lambda: served.engine.stats().generated_tokens > before)  # noqa: B023 - called at once
+            client.cut()
+            served.until(served.is_idle)
+        assert served.engine.stats().finished["cancelled"] == TIMES
+        assert served.engine.stats().generated_tokens < TIMES * 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_case_S03_a_client_that_goes_while_queued_leaves_the_queue(slow: Served, stream: bool) -> None:
-    first = Client(slow, {**LONG, "stream": True})
-    first.read_until(b"data: ")
-    queued = [Client(slow, {**LONG, "stream": stream}) for _ in range(4)]
-    slow.until(lambda: slow.engine.stats().waiting == 4)
-    for client in queued:
-        client.cut()
-    slow.until(lambda: slow.engine.stats().waiting == 0)
-    assert slow.engine.stats().running == 1  # the one who stayed is undisturbed
-    first.cut()
-    leaves_nothing(slow)
+def test_case_S03_a_client_that_goes_during_its_prompt_ends_its_request() -> None:
+    """A prompt of 75 steps."""
+    with unchanged(Scripted(delay=0.001), cells=1024, engine=ONE) as served:
+        for i in range(TIMES):
+            client = Client(served, {**LONG, "prompt": f"{i:4}" + "x" * 596, "stream": i % 2 == 0})
+            served.until(lambda: served.engine.stats().running == 1)
+            client.cut()
+            served.until(served.is_idle)
+        assert served.engine.stats().finished["cancelled"] == TIMES
+        assert served.engine.stats().generated_tokens == 1
+
+
+def test_case_S03_a_client_that_goes_while_queued_leaves_the_queue() -> None:
+    with unchanged(Scripted(delay=0.001), cells=1024, engine=ONE) as served:
+        for _ in range(TIMES // 10):
+            first = Client(served, {**LONG, "max_tokens": 1000, "stream": True})
+            first.read_until(b"data: ")
+            queued = [Client(served, {**LONG, "stream": i % 2 == 0}) for i in range(10)]
+            served.until(lambda: served.engine.stats().waiting == 10)
+            for client in queued:
+                client.cut()
+            served.until(lambda: served.engine.stats().waiting == 0)
+            assert served.engine.stats().running == 1  # the one who stayed is undisturbed
+            first.cut()
+            served.until(served.is_idle)
+        assert served.engine.stats().finished["cancelled"] == TIMES + TIMES // 10
 
 
 def test_case_S03_all_choices_and_prompts_of_a_client_that_goes_are_ended() -> None:
-    with serving(Scripted(delay=0.02), cells=4096) as served:
+    with unchanged(Scripted(delay=0.02), cells=4096) as served:
         client = Client(served, {**LONG, "prompt": ["one", "two", "three"], "n": 3, "stream": True})
         served.until(lambda: served.engine.stats().running == 9)
         client.cut()
-        leaves_nothing(served)
 
 
-def test_case_S03_a_hundred_clients_that_go_leave_no_thread_and_no_cell() -> None:
-    with serving(Scripted(delay=0.001), cells=2048) as served:
-        served.ok(PATH, {"prompt": "warm", "max_tokens": 1})
-        threads = threading.active_count()
-        for i in range(100):
+def test_case_S03_clients_that_go_at_any_moment_leave_no_thread_and_no_cell() -> None:
+    with unchanged(Scripted(delay=0.001), cells=2048) as served:
+        for i in range(TIMES):
             client = Client(served, {**LONG, "prompt": f"prompt {i}", "stream": i % 2 == 0})
             if i % 3:
                 time.sleep(0.003)
             client.cut()
-        leaves_nothing(served)
-        served.until(lambda: threading.active_count() <= threads + 1)
 
 
 # --- requests that fail ---------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def url() -> Iterator[str]:
     if not NAMED_MODELS["smollm2"].path.is_file():
         pytest.fail("no demo model; run `make setup`", pytrace=False)
     command = [sys.executable, "-m", "onekv.cli", "serve", "smollm2", "--weights", "float32", "--deterministic", "--port", "0"]
-    with subprocess.Popen([*command, "--cells", "240"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "--cells", "240", "--no-save"], stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""
             found = re.search(r"http://127\.0\.0\.1:\d+", line)

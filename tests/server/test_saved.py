@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from onekv.core.prefix import common_prefix
 from onekv.errors import ConfigError, StateError
 from onekv.server.saved import Saved, SavedSessions
 
@@ -130,7 +132,7 @@ def test_sessions_of_another_model_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     store = SavedSessions(tmp_path, "m")
-    with pytest.raises(ConfigError, match="another server"):
+    with pytest.raises(ConfigError, match=r"another server keeps its sessions in .*--sessions-dir .*--no-save"):
         SavedSessions(tmp_path, "m")
     store.close()
     SavedSessions(tmp_path, "m").close()
@@ -181,6 +183,27 @@ def test_the_longest_common_beginning_is_found(tmp_path: Path) -> None:
     assert found([9]) is None
     assert found([]) is None
     assert found([1, 2], "other") is None
+    store.close()
+
+
+def test_few_of_thousands_of_long_sessions_are_compared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5000 sessions of 4000 tokens that begin alike."""
+    compare = Mock(side_effect=common_prefix)
+    monkeypatch.setattr("onekv.server.saved.common_prefix", compare)
+    rng = np.random.default_rng(0)
+    wanted = rng.integers(0, 30_000, 4000)
+    store = SavedSessions(tmp_path, "m")
+    for same in (0, 16, 3000):
+        for i in range(5000):
+            tokens = np.concatenate([wanted[:same], rng.integers(0, 30_000, 4000 - same)])
+            store._all[f"{i}"] = replace(saved(), tokens=tokens)
+        store._all["best"] = replace(saved(B), tokens=np.concatenate([wanted[:3500], [0]]))
+        compare.reset_mock()
+        found = store.find(wanted, None)
+        assert compare.call_count <= 5
+        assert found is not None
+        assert (found[0].id, found[1]) == (B, 3500)
+    store._all.clear()
     store.close()
 
 

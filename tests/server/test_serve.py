@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         assert process.stderr is not None
         try:
             line = process.stdout.readline()
-            found = re.fullmatch(r"smollm2 answers on (http://127\.0\.0\.1:\d+)\n", line)
+            found = re.fullmatch(r"smollm2 answers on (http://127\.0\.0\.1:\d+); sessions are saved in .*sessions\n", line)
             assert found, (line, process.stderr.read() if process.poll() is not None else "")
             assert process.stdout.readline().startswith(f"curl {found[1]}/v1/chat/completions")
             yield found[1], process
@@ -87,6 +88,7 @@ def test_mistakes_are_one_clear_line_before_a_model_is_loaded(
             (["--port", port], f"cannot listen on 127.0.0.1:{port}"),
             (["--api-key-file", str(empty)], "must hold one API key"),
             (["--api-key-file", str(tmp_path / "none")], "cannot read the API key"),
+            (["--sessions-dir", str(tmp_path), "--no-save"], "leave out --sessions-dir"),
         ):
             monkeypatch.setattr(sys, "argv", ["onekv", "serve", *options])
             with pytest.raises(SystemExit) as ended:
@@ -95,3 +97,29 @@ def test_mistakes_are_one_clear_line_before_a_model_is_loaded(
             error = capsys.readouterr().err
             assert says in error
             assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "says"),
+    [
+        ([], "home/sessions", "sessions are saved in {}/home/sessions"),
+        (["--sessions-dir", "{}/own"], "own", "sessions are saved in {}/own"),
+        (["--no-save"], None, "sessions are not saved"),
+    ],
+    ids=["default", "directory", "none"],
+)
+def test_sessions_are_saved_where_the_first_line_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], kept: str | None, says: str
+) -> None:
+    monkeypatch.setenv("ONEKV_HOME", str(tmp_path / "home"))
+    for name in ("load_model", "cache_for", "window_cells", "Engine"):
+        monkeypatch.setattr(cli, name, MagicMock())
+    create = MagicMock()
+    monkeypatch.setattr("onekv.server.app.create_app", create)
+    monkeypatch.setattr("onekv.server.run.serve", lambda app, bound, ready: ready())
+    monkeypatch.setattr(sys, "argv", ["onekv", "serve", "--port", "0", *(option.format(tmp_path) for option in options)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert create.call_args.kwargs["sessions_dir"] == (None if kept is None else tmp_path / kept)
+    assert f"; {says.format(tmp_path)}\n" in capsys.readouterr().out

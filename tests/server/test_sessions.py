@@ -10,46 +10,12 @@ from typing import Any
 import pytest
 
 from scripted import Scripted, says
-from serving import Served, error_of, serving
-
-CHAT, TEXT, ALL = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
+from serving import ALL, CHAT, TEXT, cached, contents, do, error_of, files_of, new, say, seen, serving
 
 
 def model() -> Scripted:
     """Answers "Sure, that is so." to everything."""
     return Scripted(says("Sure, that is so."))
-
-
-def new(served: Served, **fields: Any) -> str:
-    answer = served.http.post(ALL, json=fields)
-    assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
-
-
-def say(served: Served, session: str, text: str, **fields: Any) -> dict[str, Any]:
-    return served.ok(CHAT, {"session": session, "messages": [{"role": "user", "content": text}], "temperature": 0, **fields})
-
-
-def seen(served: Served, session: str) -> dict[str, Any]:
-    return served.ok(f"{ALL}/{session}")
-
-
-def do(served: Served, session: str, what: str, body: Any = None, status: int = 200) -> dict[str, Any]:
-    answer = served.http.post(f"{ALL}/{session}/{what}", **({} if body is None else {"json": body}))
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def contents(session: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(message["role"], message["content"]) for message in session["messages"]]
-
-
-def files_of(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")
 
 
 # --- conversations --------------------------------------------------------------------------------------------------------------
@@ -199,17 +165,18 @@ def test_case_I18_two_requests_on_one_session_run_one_after_the_other() -> None:
         assert {text for role, text in messages if role == "assistant"} == {"Sure, that is so."}
 
 
-def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing() -> None:
+def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing(tmp_path: Path) -> None:
     scripted = model()
-    with serving(scripted) as served:
+    with serving(scripted, sessions_dir=tmp_path) as served:
         one = new(served)
         say(served, one, "first")
+        do(served, one, "save")
         scripted.may_go.clear()
         answers: list[dict[str, Any]] = []
         asking = threading.Thread(target=lambda: answers.append(say(served, one, "second")))
         asking.start()
         served.until(lambda: served.app.state.api.sessions.get(one).lock.locked())
-        for what, body in (("fork", {}), ("rewind", {"messages": 1}), ("edit", {"message": 0}), ("restore", None)):
+        for what, body in (("fork", {}), ("rewind", {"messages": 1}), ("edit", {"message": 0}), ("save", None), ("restore", None)):
             error = error_of(
                 served.http.post(f"{ALL}/{one}/{what}", json=body) if body is not None else served.http.post(f"{ALL}/{one}/{what}"), 409
             )
@@ -219,6 +186,7 @@ def test_case_S02_operations_on_a_busy_session_are_a_409_and_change_nothing() ->
         asking.join()
         assert answers[0]["choices"][0]["message"]["content"] == "Sure, that is so."
         assert len(seen(served, one)["messages"]) == 4
+        assert len(do(served, one, "restore")["messages"]) == 2
 
 
 # --- fork, rewind, edit ---------------------------------------------------------------------------------------------------------

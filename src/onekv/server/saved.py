@@ -86,8 +86,13 @@ class SavedSessions:
             self._all = self._open()
         except BaseException as error:
             self._index.close()
+            if isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise ConfigError(
+                    f"another server keeps its sessions in {directory}; stop that one, or start this one with another --sessions-dir "
+                    "or with --no-save"
+                ) from error
             if isinstance(error, sqlite3.Error | OSError | ValueError | TypeError) and not isinstance(error, ConfigError):
-                raise ConfigError(f"cannot keep sessions in {directory}: {error}; is another server using it?") from error
+                raise ConfigError(f"cannot keep sessions in {directory}: {error}") from error
             raise
 
     def _open(self) -> dict[str, Saved]:
@@ -213,16 +218,25 @@ class SavedSessions:
         """The session with the longest beginning in common with a prompt, and how long that is; None: no beginning. Those whose keys and
         values are approximate are not offered.
 
-        Cost: one comparison with each that is longer than the best so far.
+        Cost: one token of each session, and a comparison with each that has the token the best so far does not go on with.
         """
         wanted = np.asarray(tokens, np.int64)
-        best: tuple[Saved, int] | None = None
+        best: Saved | None = None
+        longest = 0
         for saved in self._all.values():
-            if saved.salt == salt and saved.edited_at is None and saved.tokens.size > (0 if best is None else best[1]):
-                length = common_prefix(saved.tokens, wanted)
-                if length > (0 if best is None else best[1]):
-                    best = saved, length
-        return best
+            if longest == wanted.size:
+                break
+            if (
+                saved.tokens.size <= longest
+                or saved.tokens[longest] != wanted[longest]
+                or saved.salt != salt
+                or saved.edited_at is not None
+            ):
+                continue
+            length = common_prefix(saved.tokens, wanted)
+            if length > longest:
+                best, longest = saved, length
+        return None if best is None else (best, longest)
 
 
 def _row(row: Sequence[Any]) -> Saved:

@@ -265,7 +265,7 @@ class SessionStore:
             ApiError: there is no directory, or it cannot be written.
         """
         if self._saved is None:
-            raise ApiError(400, "this server saves no sessions; start it with --sessions-dir", code="not_saved")
+            raise ApiError(400, "this server saves no sessions; start it without --no-save", code="not_saved")
         async with self._idle(kept):
             if kept.session is None:
                 return  # it is there, and nowhere else

@@ -75,6 +75,7 @@ class Listeners:
         Raises:
             ClientGone: the connection was closed, wherever the request was: queued, evaluating its prompt, or decoding.
             EngineClosed: the server stops.
+            Both after the last event, so that a session's owner knows whether the answer was complete before it was given up.
         """
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Heard | Exception] = asyncio.Queue()
@@ -83,14 +84,20 @@ class Listeners:
         try:
             for i, stream in enumerate(streams):
                 stream.listen(_hear(loop, queue, i))
-            left = len(streams)
+            left, given_up = len(streams), None
             while left:
                 heard = await queue.get()
                 if isinstance(heard, Exception):
-                    raise heard
-                self._observe(heard[1])
+                    given_up = given_up or heard
+                    for stream in streams:
+                        stream.cancel()
+                    continue
+                if given_up is None:
+                    self._observe(heard[1])
                 left -= isinstance(heard[1], Done | Failed)
                 yield heard
+            if given_up is not None:
+                raise given_up
         finally:
             watch.cancel()
             self._queues.discard(queue)
