@@ -24,6 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from onekv import files
+from onekv.cache import ContextShift
 from onekv.config import MAX_SEQS
 from onekv.core.prefix import common_prefix
 from onekv.engine.bench import Speed, measure, num_tokens, other_load
@@ -441,25 +442,32 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key that clients must send.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests answered at a time; others wait.")] = 32,
     sessions_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved; left out: in onekv's own directory.")] = None,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Save sessions, so that they outlive the server.")] = True,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Save no sessions; they end with the server.")] = False,
     speculate: Annotated[int, typer.Option(min=0, help="Tokens guessed a step from the text so far.")] = 0,
+    context_shift: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="At the limit the oldest tokens after the first N give way; left out: it ends.")
+    ] = None,
+    preempt: Annotated[str, typer.Option(help="What an answer does that waits for cells: recompute, or spill to a file.")] = "recompute",
+    device: Annotated[str, typer.Option(help="Where the model and its cells are: cpu or cuda.")] = "cpu",
 ) -> None:
     """Answer over HTTP: OpenAI's API, sessions, and a page that shows the cells."""
     try:
         from onekv.server import app as server, run
     except ImportError as error:
         raise ConfigError(f"serving needs more packages: pip install 'onekv[server]' ({error})") from error
-    if sessions_dir is not None and not save:
+    if sessions_dir is not None and no_save:
         raise ConfigError("--no-save saves no sessions; leave out --sessions-dir")
-    directory = (sessions_dir or home() / "sessions") if save else None
+    directory = None if no_save else sessions_dir or home() / "sessions"
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
-        loaded = load_model(model, weights=weights, deterministic=deterministic)
+        loaded = load_model(model, weights=weights, deterministic=deterministic, device=device)
         size = cells or 8192
         few = window_cells(loaded, size, max_running=max_running)
         ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
         cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
-        with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
+        shift = None if context_shift is None else ContextShift(context_shift)
+        waiting: Any = preempt  # checked by the engine
+        with Engine(loaded, cache, max_running=max_running, speculate=speculate, context_shift=shift, preempt=waiting) as engine:
             is_local = key is None and run.is_local(bound)
             made = server.create_app(engine, model, api_key=key, sessions_dir=directory, is_local=is_local)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None, directory))
