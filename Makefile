@@ -23,6 +23,7 @@ demo: setup
 serve: setup
 	$(BIN)/onekv serve $(MODEL)
 
+# The page's tests also need Chromium (Debian: apt-get install chromium); without it they fail and say so.
 test: setup
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
 

@@ -32,8 +32,8 @@ import onekv
 from benchmarks.report import Result, Side, begin, in_turns, options, report, timed
 from onekv.cache import KVCache
 from onekv.core.batch import Batch
-from onekv.engine.decode import Running, decode
-from onekv.engine.sampler import Sampler, Sampling
+from onekv.engine.engine import Engine
+from onekv.engine.request import Request
 from onekv.models import Model, gguf, load_model
 from onekv.models.pull import NAMED_MODELS
 
@@ -153,8 +153,8 @@ class Filled:
 class Generating:
     """The same prompts on every side; `made` holds the new tokens of each."""
 
-    def __init__(self, stock: PreTrainedModel, engine: Model, prompts: Tokens, new_tokens: int) -> None:
-        self.stock, self.engine, self.prompts, self.new_tokens = stock, engine, prompts, new_tokens
+    def __init__(self, stock: PreTrainedModel, model: Model, prompts: Tokens, new_tokens: int) -> None:
+        self.stock, self.prompts, self.new_tokens, self.runs = stock, prompts, new_tokens, 0
         self.made: dict[str, Tokens] = {}
         self.width = max(map(len, prompts))
         self.ids = torch.zeros(len(prompts), self.width, dtype=torch.int64)
@@ -163,7 +163,7 @@ class Generating:
             self.ids[row, self.width - len(prompt) :] = torch.tensor(prompt)
             self.mask[row, self.width - len(prompt) :] = 1
         num_cells = sum(len(p) + new_tokens for p in prompts) + 1
-        self.cache = onekv.cache_for(engine, num_cells)
+        self.engine = Engine(model, onekv.cache_for(model, num_cells), max_running=len(prompts))
         self.attached = copy.deepcopy(stock)
         self.attached_cache = onekv.cache_for(self.attached, num_cells, k_dtype=str(stock.dtype).removeprefix("torch."))
         pages = sum(-(-(len(p) + new_tokens) // PAGE) for p in prompts)
@@ -194,12 +194,10 @@ class Generating:
         return took
 
     def _decode(self) -> Tokens:
-        running = [Running(self.cache.sequence(), list(p), Sampler(Sampling()), self.new_tokens) for p in self.prompts]
-        for _ in decode(self.engine, self.cache, running):
-            pass
-        for one in running:
-            one.seq.free()
-        return [one.token_ids for one in running]
+        self.runs += 1  # a key of its own for every run, so that none finds the cells of another
+        key = (("run", str(self.runs)),)
+        asked = [Request(tuple(p), max_tokens=self.new_tokens, ignore_eos=True, key=key) for p in self.prompts]
+        return [stream.result().token_ids for stream in [self.engine.submit(one) for one in asked]]
 
     def _generate(self, model: PreTrainedModel, **how: Any) -> Tokens:
         ids: Any = model.generate(input_ids=self.ids, attention_mask=self.mask, max_new_tokens=self.new_tokens, do_sample=False, **how)  # type: ignore[operator]
@@ -285,7 +283,8 @@ def main(argv: Listing[str] | None = None) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(100, stock.config.vocab_size, int(n)).tolist() for n in np.linspace(longest // 8, longest, 8)]
     generating = Generating(stock, engine, prompts, new_tokens)
-    results += generating.results(in_turns(generating.sides(), turns))
+    with generating.engine:
+        results += generating.results(in_turns(generating.sides(), turns))
     report("transformers", results, conditions)
 
 

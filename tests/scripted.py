@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from onekv import KVCache, Step, Window
+from onekv.engine.engine import Engine
+from onekv.engine.request import Result
 from onekv.models.text import Text
 from tiny import toy, toy_kv
 
@@ -130,3 +132,25 @@ def alone(model: Scripted, prompt: Sequence[int], count: int) -> list[int]:
         if token == END:
             break
     return tokens[len(prompt) :]
+
+
+def engine_of(model: Scripted, cells: int = 64, **settings: Any) -> Engine:
+    """Small steps, so that prompts are cut."""
+    cache = model.cache(cells, **settings.pop("cache", {}))
+    return Engine(model, cache, **{"max_running": 4, "max_batch_tokens": 8, **settings})  # type: ignore[arg-type]
+
+
+def ids(result: Result, index: int = 0) -> list[int]:
+    return result.choices[index].token_ids
+
+
+def settled(engine: Engine) -> None:
+    """Nothing runs, every cell belongs to a cached prefix or a session, and the books agree."""
+    engine.call(engine.cache.check)
+    engine.call(engine.scheduler.tree.check)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.evictable_cells == stats.used_cells
+    assert stats.used_cells + stats.free_cells == stats.num_cells
+    assert not engine._jobs
+    assert engine._queued == 0

@@ -19,6 +19,7 @@ import torch
 from fastapi import FastAPI
 from openai import OpenAI
 
+from onekv import cache_for
 from onekv.engine.engine import Engine
 from onekv.server import run
 from onekv.server.app import create_app
@@ -98,12 +99,13 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serving(
-    model: Any = None, *, cells: int = 512, engine: dict[str, Any] | None = None, limit: float = 0.0, **settings: Any
+    model: Any = None, *, name: str = NAME, cells: int = 512, engine: dict[str, Any] | None = None, limit: float = 0.0, **settings: Any
 ) -> Iterator[Served]:
     """Serve a model; settings go to `create_app`. limit: seconds that requests have when the server is stopped."""
     model = model or Scripted()
-    with Engine(model, model.cache(cells), **(engine or {})) as made:
-        app = create_app(made, NAME, **settings)
+    cache = model.cache(cells) if isinstance(model, Scripted) else cache_for(model, cells)
+    with Engine(model, cache, **(engine or {})) as made:
+        app = create_app(made, name, **settings)
         with run.listening_socket("127.0.0.1", 0) as bound:
             started = threading.Event()
             server = run.Server(app, started.set, limit)

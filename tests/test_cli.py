@@ -74,7 +74,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
         (["-p", ""], "prompt 1 is empty"),
         (["-p", "a", "-p", ""], "prompt 2 is empty"),
         (["-p", "word " * 9000], "the model's context is 8192"),
-        (["-p", "a b c", "--cells", "3"], "--cells is 3"),
+        (["-p", "a b c", "--cells", "3"], "need 131; the limit is 3"),
         (["-p", "a", "--weights", "int3"], "int3"),
         (["-p", "a", "--k-dtype", "q5_0"], "k_dtype must be one of float32, float16, bfloat16, q8_0, q4_0; got 'q5_0'"),
         (["-p", "a", "--v-dtype", "q8"], "v_dtype must be one of"),

@@ -1192,3 +1192,17 @@ def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
     small().save(tmp_path / "saved")
     assert (tmp_path / "saved").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_state_that_did_not_fit_is_put_again_as_it_was_read() -> None:
+    """Converted from another dtype each time, not from what the first attempt had made of it."""
+    source = toy(8, k_dtype="float16", v_dtype="float16")
+    decode(source, "0:0..5")
+    state = source.copied(0)
+    other = toy(8)
+    decode(other, "1:0..3")
+    with pytest.raises(CacheFull):
+        other.put(state, 0)
+    other.seq_rm(1)
+    assert other.put(state, 0) == 6
+    assert same_kv(kv_of(other, [0]), kv_of(source, [0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, cast
@@ -498,7 +498,6 @@ class KVCache:
 
     # --- files ------------------------------------------------------------------------------------------------------------------
 
-    @_changes_cells
     def save(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
         """Write one sequence, or the whole cache (None), to a path or a binary file. Returns how many tokens were saved.
 
@@ -511,6 +510,13 @@ class KVCache:
             StateError: the file cannot be written.
         Cost: a copy of the saved keys and values in memory.
         """
+        state = self.copied(seq)
+        files.save(path, state, progress)
+        return state.num_cells(0) if state.whole else state.rows[0].positions.size
+
+    @_changes_cells
+    def copied(self, seq: SeqLike | None = None) -> files.State:
+        """A copy of what `save` writes, so that another thread may write it (`files.save`) while the cache goes on."""
         self.update()
         cells = self.cells
         number = None if seq is None else self._seq(seq)
@@ -535,10 +541,8 @@ class KVCache:
         for i in self.store.physical:
             index = chosen[self._layer_group[i]]
             state.keys[i], state.values[i] = self.store.raw_keys(i)[index], self.store.raw_values(i)[index]
-        files.save(path, state, progress)
-        return sum(row.positions.size for row in rows) if number is not None else len(chosen[0])
+        return state
 
-    @_changes_cells
     def load(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
         """Read a file of `save` in place of a sequence, or of the whole cache (None). Returns how many tokens were loaded.
 
@@ -550,9 +554,13 @@ class KVCache:
             CacheFull: not enough cells.
             Nothing has changed in either case.
         """
+        return self.put(files.load(path, progress), seq)
+
+    @_changes_cells
+    def put(self, state: files.State, seq: SeqLike | None = None) -> int:
+        """What `load` does with a file once it is read (`files.load`, by any thread), and raises."""
         self.update()
         number = None if seq is None else self._seq(seq)
-        state = files.load(path, progress)
         for difference in files.differences(state, self.layers, self.config.fingerprint):
             raise StateError(f"this file does not belong to this cache: {difference}")
         if state.whole != (number is None):
@@ -563,10 +571,12 @@ class KVCache:
                 raise StateError(f"the file holds sequence {row.seq}; ids of this cache are in [0, {self.config.max_seqs})")
             if self.config.vocab_size is not None and row.tokens.max(initial=-1) >= self.config.vocab_size:
                 raise StateError(f"the file holds token id {row.tokens.max()}; the vocabulary has {self.config.vocab_size}")
-        for i in self.store.physical:  # converted before the first change, because memory may run out
-            spec, store = self.layers[i], self.store
-            state.keys[i] = converted(state.keys[i].to(store.device), state.k_codec, store.k_codec, spec.head_dim)
-            state.values[i] = converted(state.values[i].to(store.device), state.v_codec, store.v_codec, spec.v_dim)
+        store, keys, values = self.store, {}, {}
+        for i in store.physical:  # converted before the first change, because memory may run out
+            spec = self.layers[i]
+            keys[i] = converted(state.keys[i].to(store.device), state.k_codec, store.k_codec, spec.head_dim)
+            values[i] = converted(state.values[i].to(store.device), state.v_codec, store.v_codec, spec.v_dim)
+        state = replace(state, k_codec=store.k_codec, v_codec=store.v_codec, keys=keys, values=values)
         held = [{i: self.states.owned(tensors) for i, tensors in row.states.items()} for row in state.rows]
         count = self._load_whole(state) if number is None else self._load_sequence(state, number)
         for row, states in zip(state.rows, held, strict=True):
@@ -857,6 +867,11 @@ class Sequence:
         if self._id is None:
             raise BatchError("this sequence was freed")
         return self._id
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether it has given back its id."""
+        return self._id is None
 
     def __index__(self) -> int:
         return self.id

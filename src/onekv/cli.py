@@ -10,11 +10,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence as Listing
+from collections.abc import Sequence as Listing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -23,12 +24,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from onekv import files
-from onekv.cache import KVCache, Sequence
+from onekv.cache import ContextShift
 from onekv.config import MAX_SEQS
+from onekv.core.prefix import common_prefix
 from onekv.engine.bench import Speed, measure, num_tokens, other_load
-from onekv.engine.decode import Running, decode
 from onekv.engine.engine import Engine, window_cells
-from onekv.engine.sampler import Sampler, Sampling
+from onekv.engine.request import Delta, Failed, Request
+from onekv.engine.sampler import Sampling
+from onekv.engine.session import Session
 from onekv.errors import ConfigError, OneKVError, RequestTooLarge
 from onekv.models import Model, cache_for, load_model
 from onekv.models.budget import Budget, machine_memory
@@ -92,37 +95,34 @@ def generate(
     sampling = Sampling(temperature=temperature, seed=seed)
     loaded = load_model(model, weights=weights)
     prompts = [_encoded(loaded, text, i) for i, text in enumerate(prompt)]
-    limits = [min(max_tokens, loaded.max_positions - len(ids) + 1) for ids in prompts]
-    needed = sum(len(ids) + limit - 1 for ids, limit in zip(prompts, limits, strict=True))
-    if cells is not None and cells < needed:
-        raise RequestTooLarge(f"the prompts and their answers take {needed} cells; --cells is {cells}", needed=needed, limit=cells)
-    cache = cache_for(loaded, needed, max_seqs=len(prompts), k_dtype=k_dtype, v_dtype=v_dtype)
-    running = [Running(cache.sequence(), ids, Sampler(sampling), limit) for ids, limit in zip(prompts, limits, strict=True)]
-    for _ in decode(loaded, cache, running):
-        pass
-    for text, ids, one in zip(prompt, prompts, running, strict=True):
-        answer = loaded.text.decode(one.token_ids)
+    limits = [min(max_tokens, loaded.max_positions - len(ids)) for ids in prompts]
+    needed = sum(len(ids) + limit for ids, limit in zip(prompts, limits, strict=True))
+    cache = cache_for(loaded, cells or needed, max_seqs=2 * len(prompts) + 1, k_dtype=k_dtype, v_dtype=v_dtype)
+    with Engine(loaded, cache, max_running=len(prompts), max_batch_tokens=max(512, len(prompts) + 1)) as engine:
+        streams = [engine.stream(ids, max_tokens=limit, sampling=sampling) for ids, limit in zip(prompts, limits, strict=True)]
+        results = [stream.result() for stream in streams]
+    for text, result in zip(prompt, results, strict=True):
         if as_json:
             fields = {
-                "text": answer,
-                "token_ids": one.token_ids,
-                "prompt_tokens": len(ids),
-                "cached_tokens": 0,
-                "finish_reason": one.finish_reason,
+                "text": result.text,
+                "token_ids": result.token_ids,
+                "prompt_tokens": result.usage.prompt_tokens,
+                "cached_tokens": result.usage.cached_tokens,
+                "finish_reason": result.choices[0].reason,
             }
             print(json.dumps(fields, ensure_ascii=False))
         else:
-            print(text + answer)
+            print(text + result.text)
 
 
 def _encoded(model: Model, text: str, index: int) -> list[int]:
     ids = model.text.encode(text)
     if not text or not ids:
         raise ConfigError(f"prompt {index + 1} is empty; give at least one character")
-    if len(ids) > model.max_positions:
+    if len(ids) >= model.max_positions:
         raise RequestTooLarge(
-            f"prompt {index + 1} has {len(ids)} tokens; the model's context is {model.max_positions}",
-            needed=len(ids),
+            f"prompt {index + 1} has {len(ids)} tokens; the model's context is {model.max_positions}, of which one is for the answer",
+            needed=len(ids) + 1,
             limit=model.max_positions,
         )
     return ids
@@ -320,15 +320,15 @@ _CHAT_HELP = """/fork       go on in a copy that shares every cell of this conve
 
 
 class Conversation:
-    """One branch of a chat: its messages, and the sequence that holds their tokens."""
+    """One branch of a chat: its messages, and the session that holds their tokens."""
 
-    def __init__(self, seq: Sequence, messages: list[dict[str, str]]) -> None:
-        self.seq = seq
+    def __init__(self, session: Session, messages: list[dict[str, str]]) -> None:
+        self.session = session
         self.messages = messages
 
     def fork(self) -> Conversation:
         """A branch with the same past; copies no keys or values."""
-        return Conversation(self.seq.fork(), list(self.messages))
+        return Conversation(self.session.fork(), list(self.messages))
 
     def rewind(self, exchanges: int) -> int:
         """Take back questions and their answers, at most `exchanges` of them; how many were there. Their cells go with the next turn."""
@@ -337,21 +337,6 @@ class Conversation:
         if taken:
             del self.messages[asked[-taken] :]
         return taken
-
-    def catch_up(self, model: Model) -> list[int]:
-        """Keep the longest stored prefix of the messages' tokens, and return the ids still to evaluate."""
-        ids = model.text.chat(self.messages)
-        kept = common_prefix(self.seq.tokens.tolist(), ids[:-1])
-        while not self.seq.cache.can_continue_at(self.seq, kept):
-            kept -= 1
-        self.seq.truncate(kept)
-        return ids[kept:]
-
-
-def common_prefix(one: Listing[int], other: Listing[int]) -> int:
-    """Length of the longest common prefix."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 @app.command()
@@ -370,8 +355,14 @@ def chat(
     loaded = load_model(model, weights=weights)
     cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype)
     start = [{"role": "system", "content": system}] if system else []
-    branches = [Conversation(cache.sequence(), start)]
-    current, sampler = 0, Sampler(Sampling(temperature=temperature, seed=seed))
+    sampling = Sampling(temperature=temperature, seed=seed)
+    with Engine(loaded, cache) as engine:
+        _talk(engine, [Conversation(engine.session(), start)], sampling, max_tokens)
+
+
+def _talk(engine: Engine, branches: list[Conversation], sampling: Sampling, max_tokens: int) -> None:
+    """Read lines until the end of input or /exit."""
+    current = 0
     _out.print("/help lists the commands", style="dim")
     while True:
         try:
@@ -385,18 +376,18 @@ def chat(
             if command == "/fork":
                 branches.append(branches[current].fork())
                 current = len(branches) - 1
-                _out.print(f"conversation {current + 1} shares {len(branches[current].seq)} cells", style="dim")
+                _out.print(f"conversation {current + 1} shares {branches[current].session.num_cells} cells", style="dim")
             elif command == "/use":
                 current = _number(argument, 1, len(branches)) - 1
             elif command == "/rewind":
                 taken = branches[current].rewind(_number(argument or "1", 1, 10**6))
                 _out.print(f"took back {taken} exchanges", style="dim")
             elif command == "/cells":
-                _out.print(cache.draw(), markup=False)
+                _out.print(engine.call(engine.cache.draw), markup=False)
             elif command.startswith("/"):
                 _out.print(_CHAT_HELP, markup=False)
             elif line:
-                _answer(loaded, cache, branches[current], line, sampler, max_tokens)
+                _answer(engine, branches[current], line, sampling, max_tokens)
         except OneKVError as error:
             _out.print(f"onekv: {error}", style="red", markup=False)
 
@@ -407,24 +398,31 @@ def _number(text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def _answer(model: Model, cache: KVCache, branch: Conversation, question: str, sampler: Sampler, max_tokens: int) -> None:
+def _answer(engine: Engine, branch: Conversation, question: str, sampling: Sampling, max_tokens: int) -> None:
     """Stream one answer; on an error or an interrupt the question is taken back."""
     branch.messages.append({"role": "user", "content": question})
-    pieces: list[str] = []
-    stream = model.text.stream()
     try:
-        running = Running(branch.seq, branch.catch_up(model), sampler, max_tokens)
-        for _, token in decode(model, cache, [running]):
-            pieces.append(stream.push(token))
-            print(pieces[-1], end="", flush=True)
-        pieces.append(stream.flush())
-        print(pieces[-1])
+        ids = engine.model.text.chat(branch.messages)
+        room = max(engine.limit - len(ids), 1)
+        stream = engine.stream(ids, session=branch.session, max_tokens=min(max_tokens, room), sampling=sampling)
+        pieces: list[str] = []
+        try:
+            for event in stream:
+                if isinstance(event, Delta):
+                    pieces.append(event.text)
+                    print(event.text, end="", flush=True)
+                elif isinstance(event, Failed):
+                    raise event.error
+        except KeyboardInterrupt:
+            stream.cancel()
+            raise
     except (OneKVError, KeyboardInterrupt) as stopped:
         branch.messages.pop()
         print()
         if not isinstance(stopped, KeyboardInterrupt):
             raise
         return
+    print()
     branch.messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
@@ -444,25 +442,32 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="A file with the key that clients must send.")] = None,
     max_running: Annotated[int, typer.Option(min=1, help="Most requests answered at a time; others wait.")] = 32,
     sessions_dir: Annotated[Path | None, typer.Option(help="Where sessions are saved; left out: in onekv's own directory.")] = None,
-    save: Annotated[bool, typer.Option("--save/--no-save", help="Save sessions, so that they outlive the server.")] = True,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Save no sessions; they end with the server.")] = False,
     speculate: Annotated[int, typer.Option(min=0, help="Tokens guessed a step from the text so far.")] = 0,
+    context_shift: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="At the limit the oldest tokens after the first N give way; left out: it ends.")
+    ] = None,
+    preempt: Annotated[str, typer.Option(help="What an answer does that waits for cells: recompute, or spill to a file.")] = "recompute",
+    device: Annotated[str, typer.Option(help="Where the model and its cells are: cpu or cuda.")] = "cpu",
 ) -> None:
     """Answer over HTTP: OpenAI's API, sessions, and a page that shows the cells."""
     try:
         from onekv.server import app as server, run
     except ImportError as error:
         raise ConfigError(f"serving needs more packages: pip install 'onekv[server]' ({error})") from error
-    if sessions_dir is not None and not save:
+    if sessions_dir is not None and no_save:
         raise ConfigError("--no-save saves no sessions; leave out --sessions-dir")
-    directory = (sessions_dir or home() / "sessions") if save else None
+    directory = None if no_save else sessions_dir or home() / "sessions"
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
-        loaded = load_model(model, weights=weights, deterministic=deterministic)
+        loaded = load_model(model, weights=weights, deterministic=deterministic, device=device)
         size = cells or 8192
         few = window_cells(loaded, size, max_running=max_running)
         ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
         cache = cache_for(loaded, size, window_cells=few, max_seqs=min(ids, MAX_SEQS), k_dtype=k_dtype, v_dtype=v_dtype)
-        with Engine(loaded, cache, max_running=max_running, speculate=speculate) as engine:
+        shift = None if context_shift is None else ContextShift(context_shift)
+        waiting: Any = preempt  # checked by the engine
+        with Engine(loaded, cache, max_running=max_running, speculate=speculate, context_shift=shift, preempt=waiting) as engine:
             is_local = key is None and run.is_local(bound)
             made = server.create_app(engine, model, api_key=key, sessions_dir=directory, is_local=is_local)
             run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None, directory))
@@ -515,52 +520,51 @@ def demo(
 ) -> None:
     """Three conversations in one buffer: shared, decoded together, forked, rewound."""
     loaded = load_model(model, weights=weights)
-    cache = cache_for(loaded, 768, max_seqs=8)
     prompts = [loaded.text.chat([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": q}]) for q in _QUESTIONS]
-    shared = min(common_prefix(prompts[0], p) for p in prompts[1:])
+    common = min(common_prefix(np.array(prompts[0]), np.array(p)) for p in prompts[1:])
+    with Engine(loaded, cache_for(loaded, 768, max_seqs=8), max_running=4) as engine:
+        first = engine.session()
+        engine.generate(prompts[0][:common], max_tokens=1, session=first)
+        first.truncate(common)
+        conversations = [first, first.fork(), first.fork()]
+        _out.rule("the system prompt, evaluated once and shared by three conversations")
+        _show_cells(engine)
 
-    first = cache.sequence()
-    loaded.extend(cache, [first], [prompts[0][:shared]])
-    conversations = [first, first.fork(), first.fork()]
-    _out.rule("the system prompt, evaluated once and shared by three conversations")
-    _show_cells(cache)
+        asked = [Request(tuple(p), max_tokens=max_tokens, session=c) for p, c in zip(prompts, conversations, strict=True)]
+        for i, (question, answer) in enumerate(zip(_QUESTIONS, _together(engine, asked), strict=True)):
+            _out.print(f"[bold]{i}[/bold] {question}  [green]{answer.strip()}[/green]")
+        _out.rule("after decoding together, token by token")
+        _show_cells(engine)
 
-    running = [Running(seq, ids[shared:], Sampler(Sampling()), max_tokens) for seq, ids in zip(conversations, prompts, strict=True)]
-    _decode_timed(loaded, cache, running)
-    for question, one in zip(_QUESTIONS, running, strict=True):
-        _out.print(f"[bold]{one.seq.id}[/bold] {question}  [green]{loaded.text.decode(one.token_ids).strip()}[/green]")
-    _out.rule("after decoding together, token by token")
-    _show_cells(cache)
-
-    # A fork goes on from where conversation 0 is; a rewind asks conversation 1 again, warmer, from its question on.
-    branch = first.fork()
-    conversations[1].truncate(len(prompts[1]) - 1)
-    again = [
-        Running(branch, loaded.text.encode("\nIn other words,"), Sampler(Sampling()), max_tokens),
-        Running(conversations[1], prompts[1][-1:], Sampler(Sampling(temperature=0.8, seed=1)), max_tokens),
-    ]
-    _decode_timed(loaded, cache, again)
-    _out.print(f"[bold]{branch.id}[/bold] fork of 0  [green]{loaded.text.decode(again[0].token_ids).strip()}[/green]")
-    _out.print(f"[bold]1[/bold] rewound and sampled again  [green]{loaded.text.decode(again[1].token_ids).strip()}[/green]")
-    _out.rule("after a fork of conversation 0 and a rewind of conversation 1")
-    _show_cells(cache)
-    cache.check()
+        # A fork goes on from where conversation 0 is; a rewind asks conversation 1 again, warmer, from its question on.
+        branch = first.fork()
+        more = (*branch.tokens, *loaded.text.encode("\nIn other words,"))
+        warm = Sampling(temperature=0.8, seed=1)
+        conversations[1].truncate(len(prompts[1]))
+        again = [
+            Request(more, max_tokens=max_tokens, session=branch),
+            Request(tuple(prompts[1]), max_tokens=max_tokens, sampling=warm, session=conversations[1]),
+        ]
+        forked, rewound = _together(engine, again)
+        _out.print(f"[bold]3[/bold] fork of 0  [green]{forked.strip()}[/green]")
+        _out.print(f"[bold]1[/bold] rewound and sampled again  [green]{rewound.strip()}[/green]")
+        _out.rule("after a fork of conversation 0 and a rewind of conversation 1")
+        _show_cells(engine)
+        engine.call(engine.cache.check)
 
 
-def _decode_timed(model: Model, cache: KVCache, running: list[Running]) -> None:
+def _together(engine: Engine, requests: Listing[Request]) -> list[str]:
+    """The answers to some requests at once, and how fast they came."""
     start = time.perf_counter()
-    made = _count(decode(model, cache, running))
-    took = time.perf_counter() - start
-    _out.print(f"{made} tokens of {len(running)} conversations in {took:.2f} s, prompts included: {made / took:.1f} tokens/s", style="dim")
+    results = [stream.result() for stream in [engine.submit(request) for request in requests]]
+    took, made = time.perf_counter() - start, sum(result.usage.completion_tokens for result in results)
+    _out.print(f"{made} tokens of {len(results)} conversations in {took:.2f} s, prompts included: {made / took:.1f} tokens/s", style="dim")
+    return [result.text for result in results]
 
 
-def _count(items: Iterable[object]) -> int:
-    return sum(1 for _ in items)
-
-
-def _show_cells(cache: KVCache) -> None:
-    stats = cache.stats()
-    _out.print(cache.draw(), markup=False)
+def _show_cells(engine: Engine) -> None:
+    stats = engine.call(engine.cache.stats)
+    _out.print(engine.call(engine.cache.draw), markup=False)
     for group in stats["groups"]:
         used, saved = group["used"] * group["nbytes"] / group["cells"], group["nbytes_saved"]
         _out.print(

@@ -237,3 +237,12 @@ def test_the_tree_answers_as_a_list_of_token_lists(actions: list[tuple[str, Any]
         assert tree.num_tokens == len(beginnings())
         assert set(tree.holders()) == set(held)
         tree.check()
+
+
+def test_a_branch_that_is_given_up_piece_by_piece_is_remembered_once() -> None:
+    tree = PrefixTree[str]()
+    tree.insert((), list(range(100)), "a")
+    for left in range(99, 0, -1):
+        assert tree.evict(1, lambda holder, keep, left=left: left + 1 - keep) == Evicted("a", left)
+    assert tree._remembered == 100
+    assert tree.explain((), range(100)).reason == "evicted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import threading
 import time
@@ -12,32 +13,9 @@ import pytest
 import torch
 
 from onekv import BatchError, ConfigError, ContextShift, RequestTooLarge, Window
-from onekv.engine.engine import Engine
-from onekv.engine.request import Delta, Done, Failed, Finished, Request, Result, Started, Stream
+from onekv.engine.request import Delta, Done, Failed, Finished, Request, Started, Stream
 from onekv.errors import EngineClosed, QueueFull, SessionBusy
-from scripted import END, VOCAB, Scripted, alone, says
-
-
-def engine_of(model: Scripted, cells: int = 64, **settings: Any) -> Engine:
-    """Small steps, so that prompts are cut."""
-    cache = model.cache(cells, **settings.pop("cache", {}))
-    return Engine(model, cache, **{"max_running": 4, "max_batch_tokens": 8, **settings})  # type: ignore[arg-type]
-
-
-def ids(result: Result, index: int = 0) -> list[int]:
-    return result.token_ids if index == 0 else result.choices[index].token_ids
-
-
-def settled(engine: Engine) -> None:
-    """Nothing runs, every cell belongs to a cached prefix or a session, and the books agree."""
-    engine.call(engine.cache.check)
-    engine.call(engine.scheduler.tree.check)
-    stats = engine.stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.evictable_cells == stats.used_cells
-    assert stats.used_cells + stats.free_cells == stats.num_cells
-    assert not engine._jobs
-    assert engine._queued == 0
+from scripted import END, VOCAB, Scripted, alone, engine_of, ids, says, settled
 
 
 def test_an_answer_is_what_the_model_says() -> None:
@@ -294,6 +272,22 @@ def test_explain_says_where_a_prompt_leaves_what_is_held() -> None:
         assert result.explanation == told
 
 
+def test_what_a_session_holds_is_explained_too() -> None:
+    with engine_of(Scripted()) as engine:
+        session = engine.session()
+        first = engine.generate([1, 2, 3, 4, 5], max_tokens=2, session=session)
+        told = engine.explain([1, 2, 3, 9])
+        assert (told.matched, told.reason, told.held) == (3, "differs", (1, 2, 3, 4, 5, ids(first)[0]))
+        again = engine.generate([*session.tokens, 7], max_tokens=1, session=session, explain=True)
+        assert again.explanation is not None
+        assert (again.explanation.matched, again.explanation.reason) == (6, "never")
+        session.remove(1, 2, mode="shift")
+        assert engine.explain([1, 3, 4]).matched == 1  # what was shifted is nobody else's
+        shifted = engine.generate([*session.tokens[:4], 9], max_tokens=1, session=session, explain=True)
+        assert shifted.explanation is not None
+        assert (shifted.explanation.matched, shifted.usage.cached_tokens) == (4, 4)
+
+
 # --- several answers ----------------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +341,20 @@ def test_beams_share_cells_wait_for_each_other_and_leave_nothing_behind() -> Non
             assert ids(beside.result()) == alone(model, [9] * 8, 20)
             assert engine.stats().preemptions > 0
             settled(engine)
+
+
+def test_beams_go_on_though_every_likely_token_ends_an_answer() -> None:
+    def answer(tokens: list[int]) -> torch.Tensor:
+        logits = torch.zeros(VOCAB)
+        logits[200:205] = 9.0
+        return logits
+
+    model = Scripted(answer)
+    model.text.eos_ids = frozenset(range(200, 205))
+    with engine_of(model) as engine:
+        result = engine.generate([1, 2, 3], beams=2, n=2, max_tokens=3)
+        assert all(choice.token_ids[-1] in model.text.eos_ids for choice in result.choices)
+        settled(engine)
 
 
 def test_a_beam_search_is_cancelled_and_refused_like_any_request() -> None:
@@ -693,6 +701,43 @@ def test_a_session_is_saved_and_loaded(tmp_path: Any) -> None:
             session.load(tmp_path / "nope")
         assert session.tokens == tokens[:6]
         settled(engine)
+
+
+class Disk(io.BytesIO):
+    """A file that does not come to an end before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def write(self, data: Any) -> int:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().write(data)
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.begun.set()
+        assert self.may_end.wait(10)
+        return super().read(size)
+
+
+def test_answers_go_on_while_a_session_is_written_or_read() -> None:
+    model = Scripted()
+    with engine_of(model, 64) as engine:
+        session = engine.session()
+        engine.generate([1, 2, 3], max_tokens=4, session=session)
+        tokens, disk = session.tokens, Disk()
+        for work in (lambda: session.save(disk), lambda: session.load(disk)):
+            thread = threading.Thread(target=work)
+            thread.start()
+            assert disk.begun.wait(10)
+            assert len(ids(engine.generate([9, 9], max_tokens=3))) == 3
+            disk.may_end.set()
+            thread.join()
+            disk.seek(0)
+            disk.begun.clear()
+            disk.may_end.clear()
+        assert (session.tokens, session.num_cells) == (tokens[:6], 6)
 
 
 def test_positions_of_a_session_are_checked() -> None:

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from families import tiny_model
 from onekv import LayerSpec
 from onekv.engine.bench import measure
-from onekv.engine.decode import Running, decode
-from onekv.engine.sampler import Sampler, Sampling
+from onekv.engine.engine import Engine
 from onekv.models import Model, as_cache, cache_for, load_model
 from onekv.models.pull import NAMED_MODELS
 from tiny import GPU, ON_GPU
@@ -110,10 +109,8 @@ def test_the_demo_model_decodes_the_same_tokens() -> None:
     for device in (GPU, "cpu"):
         model = load_model("smollm2", weights="float32", device=device)
         cache = cache_for(model, 256, max_seqs=4)
-        running = [Running(cache.sequence(), model.text.encode(text), Sampler(Sampling()), 12) for text in prompts]
-        for _ in decode(model, cache, running):
-            pass
-        answers.append([one.token_ids for one in running])
+        with Engine(model, cache, max_running=3) as engine:
+            answers.append([stream.result().token_ids for stream in [engine.stream(text, max_tokens=12) for text in prompts]])
         if device == GPU:
             speed = measure(model, 2, 16, 4, k_dtype="bfloat16")
             assert speed.decode_tokens_per_s > 0

@@ -16,8 +16,9 @@ import httpx
 import pytest
 from openai import AuthenticationError, OpenAI
 
-from onekv import cli
+from onekv import ContextShift, Engine, cli
 from onekv.models.pull import NAMED_MODELS
+from scripted import Scripted
 
 
 @contextlib.contextmanager
@@ -128,3 +129,34 @@ def test_sessions_are_saved_where_the_first_line_says(
     assert not ended.value.code
     assert create.call_args.kwargs["sessions_dir"] == (None if kept is None else tmp_path / kept)
     assert f"; {says.format(tmp_path)}\n" in capsys.readouterr().out
+
+
+def test_options_reach_the_engine_and_a_wrong_one_is_a_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {name: MagicMock() for name in ("load_model", "cache_for", "window_cells", "Engine")}
+    for name, part in parts.items():
+        monkeypatch.setattr(cli, name, part)
+    monkeypatch.setattr("onekv.server.app.create_app", MagicMock())
+    monkeypatch.setattr("onekv.server.run.serve", MagicMock())
+    options = ["--no-save", "--context-shift", "3", "--preempt", "spill", "--device", "cuda", "--max-running", "5", "--speculate", "2"]
+    monkeypatch.setattr(sys, "argv", ["onekv", "serve", "--port", "0", *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert parts["load_model"].call_args.kwargs["device"] == "cuda"
+    assert parts["Engine"].call_args.kwargs == {
+        "max_running": 5,
+        "speculate": 2,
+        "context_shift": ContextShift(3),
+        "preempt": "spill",
+    }
+    model = Scripted()
+    parts["cache_for"].return_value = model.cache(16)
+    parts["load_model"].return_value = model
+    monkeypatch.setattr(cli, "Engine", Engine)
+    monkeypatch.setattr(sys, "argv", ["onekv", "serve", "--port", "0", "--no-save", "--preempt", "drop"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert 'preempt must be "recompute" or "spill", got \'drop\'' in capsys.readouterr().err

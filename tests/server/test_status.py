@@ -255,3 +255,9 @@ def test_a_file_without_one_key_is_refused(content: bytes, tmp_path: Path) -> No
     assert run.read_key(path) == "sk-local-1"
     with pytest.raises(ConfigError, match="cannot read"):
         run.read_key(tmp_path / "none")
+
+
+def test_no_answer_is_taken_from_a_browsers_memory_without_asking() -> None:
+    with serving() as served:
+        for path in ("/", "/static/app.js", "/health"):
+            assert served.http.get(path).headers["cache-control"] == "no-cache"

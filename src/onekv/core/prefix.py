@@ -22,7 +22,7 @@ from typing import Final, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from onekv.errors import OneKVError
+from onekv.errors import ConfigError, OneKVError
 
 Holder = TypeVar("Holder")
 Key = tuple[tuple[str, str], ...]  # what changes keys and values besides the tokens, each part with its tag
@@ -248,16 +248,8 @@ class PrefixTree(Generic[Holder]):
         """
         given = _array(tokens)
         path, matched = self._walk(key, given)
-        held = _tail(path[-1] if path else self._roots.get(key), matched)
         once = max((common_prefix(old, given) for k, old in self._given_up if k == key), default=0)
-        reason: Literal["all", "differs", "evicted", "never"] = "differs" if held.size else "never"
-        if matched == given.size:
-            reason = "all"
-        elif once > matched:
-            reason = "evicted"
-        first = max(matched - SHOWN, 0)
-        around = np.concatenate([given[first:matched], held[:SHOWN]])
-        return Difference(matched, int(given.size), reason, tuple(around.tolist()), tuple(given[first : matched + SHOWN].tolist()))
+        return difference(given, matched, _tail(path[-1] if path else self._roots.get(key), matched), once)
 
     def check(self) -> None:
         """Compare the tree with what it says of itself.
@@ -330,10 +322,43 @@ class PrefixTree(Generic[Holder]):
         return 0
 
     def _note_given_up(self, node: _Node[Holder]) -> None:
-        self._given_up.append((node.key, node.tokens()))
+        tokens = node.tokens()
+        if self._given_up:  # a branch is given up from its end, piece by piece: the first piece tells it all
+            key, last = self._given_up[-1]
+            if key == node.key and common_prefix(last, tokens) == tokens.size:
+                return
+        self._given_up.append((node.key, tokens))
         self._remembered += node.depth
         while self._remembered > _REMEMBERED:
             self._remembered -= self._given_up.popleft()[1].size
+
+
+def difference(given: Tokens, matched: int, held: NDArray[np.integer], once: int = 0) -> Difference:
+    """What `explain` says of a prompt that agrees with what is held up to `matched`, where that goes on with `held`.
+
+    Args:
+        once: how many tokens of it were held before
+    """
+    reason: Literal["all", "differs", "evicted", "never"] = "differs" if held.size else "never"
+    if matched == given.size:
+        reason = "all"
+    elif once > matched:
+        reason = "evicted"
+    first = max(matched - SHOWN, 0)
+    around = np.concatenate([given[first:matched], held[:SHOWN]])
+    return Difference(matched, int(given.size), reason, tuple(around.tolist()), tuple(given[first : matched + SHOWN].tolist()))
+
+
+def checked_key(key: Key) -> Key:
+    """The key itself.
+
+    Raises:
+        ConfigError: it is no tuple of (tag, text).
+    """
+    pairs = isinstance(key, tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in key)
+    if not pairs or not all(isinstance(text, str) for part in key for text in part):
+        raise ConfigError(f'key must be a tuple of (tag, text), such as (("salt", "x"),); got {key!r}')
+    return key
 
 
 def common_prefix(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:

@@ -42,7 +42,8 @@ class Beams:
             answers: what each beam has said so far
         """
         totals = torch.log_softmax(logits.float(), dim=-1) + torch.tensor(self.scores)[:, None]
-        best = totals.flatten().topk(min(2 * self.width, totals.numel()))
+        # Each end token may be among the likeliest after every beam.
+        best = totals.flatten().topk(min((1 + max(1, len(self.eos_ids))) * self.width, totals.numel()))
         steps, scores = [], []
         for rank, (score, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
             source, token = divmod(place, logits.shape[1])

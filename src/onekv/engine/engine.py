@@ -8,6 +8,7 @@ Owns the order of events of a step and what happens when one fails. Who gets row
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from onekv.cache import ContextShift, KVCache
 from onekv.core.batch import Batch
-from onekv.core.prefix import Difference, Key
+from onekv.core.prefix import Difference, Key, checked_key
 from onekv.engine.beams import Beams
 from onekv.engine.draft import PromptLookup
 from onekv.engine.guide import Guides
@@ -115,14 +116,18 @@ class Engine:
         context_shift: ContextShift | None = None,
         speculate: int = 0,
     ) -> None:
+        if not isinstance(cache, KVCache):
+            raise ConfigError(f"cache must be a KVCache, got {cache!r}")
         for name, value, least in (
             ("max_running", max_running, 1),
-            ("max_batch_tokens", max_batch_tokens, max_running + 1),
+            ("max_batch_tokens", max_batch_tokens, 2),
             ("max_waiting", max_waiting, 1),
             ("speculate", speculate, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if max_batch_tokens <= max_running:
+            raise ConfigError(f"max_batch_tokens must be an integer of at least {max_running + 1}, got {max_batch_tokens!r}")
         if preempt not in ("recompute", "spill"):
             raise ConfigError(f'preempt must be "recompute" or "spill", got {preempt!r}')
         if cache.config.max_seqs <= max_running:
@@ -165,11 +170,14 @@ class Engine:
         Raises:
             RequestTooLarge: it could never fit: prompt and `max_tokens`, or prompt and one token, exceed `limit`.
             BatchError: a token id beyond the vocabulary.
-            ConfigError: more answers than can run, or a context shift this model cannot do.
+            ConfigError: more answers than can run, a context shift this model cannot do, or a session that was freed or is not this
+                engine's.
             QueueFull: too many are waiting.
             EngineClosed: the engine ends.
             Nothing was queued in any of these cases.
         """
+        if not isinstance(request, Request):
+            raise ConfigError(f"submit takes a Request, got {request!r}")
         self._check(request)
         with self._lock:
             if self._closing is not None:
@@ -193,6 +201,7 @@ class Engine:
             raise ConfigError(f"n={answers} answers at a time are more than the {self.scheduler.max_running} that can run")
         if request.logprobs is not None and request.logprobs > self.model.vocab_size:
             raise ConfigError(f"logprobs={request.logprobs} is more than the {self.model.vocab_size} tokens there are")
+        self._check_session(request.session)
         shift = self._checked_shift(request.context_shift) or self.context_shift
         wanted = 1 if request.max_tokens is None or shift is not None else request.max_tokens
         if count + wanted > limit:
@@ -211,7 +220,13 @@ class Engine:
                 limit=self.cache.num_cells,
             )
 
+    def _check_session(self, session: Session | None) -> None:
+        if session is not None and session not in self.scheduler.sessions:
+            raise ConfigError("the request's session was freed, or belongs to another engine")
+
     def _checked_shift(self, shift: ContextShift | None) -> ContextShift | None:
+        if shift is not None and not isinstance(shift, ContextShift):
+            raise ConfigError(f"context_shift must be a ContextShift, got {shift!r}")
         if shift is not None and (not self.cache.can_shift or self.cache.states):
             reason = self.cache.no_shift or "recurrent states cannot follow"
             raise ConfigError(f"context_shift is not possible with this model: {reason}")
@@ -246,6 +261,7 @@ class Engine:
 
     def session(self, key: Key = ()) -> Session:
         """A conversation that stays between requests."""
+        checked_key(key)
         return self.call(lambda: self.scheduler.new_session(self, key))
 
     def stats(self) -> EngineStats:
@@ -253,8 +269,8 @@ class Engine:
         return self._stats
 
     def explain(self, tokens: Listing[int], key: Key = ()) -> Difference:
-        """Where a prompt and the cached prefixes part; changes nothing. Waits for the end of a step."""
-        return self.call(lambda: self.scheduler.tree.explain(key, tokens))
+        """Where a prompt and what is held part: cached prefixes, sessions, running answers. Changes nothing. Waits for a step."""
+        return self.call(lambda: self.scheduler.explain(key, np.array(tokens, np.int64)))
 
     def cells(self, group: int = 0) -> dict[str, Any]:
         """Every used cell of a group, for a picture: {"num_cells", "head", "cells": [[index, position, [owners], token id], ...],
@@ -285,11 +301,14 @@ class Engine:
 
     def close(self, timeout: float | None = 0.0) -> None:
         """Take nothing new, finish what runs or waits within `timeout` seconds (None: however long), fail the rest with `EngineClosed`, and
-        give back all cells. Closing twice does nothing."""
+        give back all cells. Of several calls the earliest end counts. Waits for it, but for a listener's call, which the engine's thread
+        itself makes."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
-            self._closing = float("inf") if timeout is None else time.monotonic() + timeout
+            self._closing = end if self._closing is None else min(self._closing, end)
             self._inbox.put(lambda: None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -300,30 +319,36 @@ class Engine:
     # --- the engine's thread ----------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            self._read_inbox(wait=not self.scheduler.has_work and self._closing is None)
-            if self._closing is not None and (not self.scheduler.has_work or time.monotonic() >= self._closing):
-                break
-            if not self.scheduler.has_work:
+        try:
+            while True:
+                self._read_inbox(wait=not self.scheduler.has_work and self._closing is None)
+                with self._lock:  # so that what was submitted before the end is seen before the end
+                    is_idle = not self.scheduler.has_work and self._inbox.empty()
+                    if self._closing is not None and (is_idle or time.monotonic() >= self._closing):
+                        break
+                start = time.monotonic()
+                if self.scheduler.has_work:
+                    self._try_step()
+                    self._step_seconds += time.monotonic() - start
+                    self._counts["steps"] += 1
                 self._stats = self._new_stats()
-                continue
-            start = time.monotonic()
-            try:
-                self._step()
-            except Exception as error:  # a fault of the engine's own: nobody waits for ever, and the next requests find it working
-                _log.exception("a step failed outside of the model")
-                for job in list(self._jobs.values()):
-                    self._fail(job, error)
-            self._step_seconds += time.monotonic() - start
-            self._counts["steps"] += 1
+        finally:  # however it ended, nobody waits for ever
+            with self._lock:
+                self._closing = self._closing or 0.0
+                self._is_over = True
+            self._read_inbox(wait=False)
+            for job in list(self._jobs.values()):
+                self._fail(job, EngineClosed("the engine was closed before this request was finished"))
+            self.scheduler.close()
             self._stats = self._new_stats()
-        with self._lock:
-            self._is_over = True
-        self._read_inbox(wait=False)
-        for job in list(self._jobs.values()):
-            self._fail(job, EngineClosed("the engine was closed before this request was finished"))
-        self.scheduler.close()
-        self._stats = self._new_stats()
+
+    def _try_step(self) -> None:
+        try:
+            self._step()
+        except BaseException as error:  # a fault of the engine's own: nobody waits for ever, and the next requests find it working
+            _log.exception("a step failed outside of the model")
+            for job in list(self._jobs.values()):
+                self._fail(job, error)
 
     def _read_inbox(self, wait: bool) -> None:
         try:
@@ -344,14 +369,17 @@ class Engine:
             if self.scheduler.by_points:
                 run.points = sorted({p for p in request.points if 0 < p < len(request.prompt)})
             job.live = 1
+            self._check_session(request.session)  # it may have been freed since
             self.scheduler.submit(run)
-        except Exception as error:
+        except BaseException as error:
             self._fail(job, error)
 
     def _new_run(self, job: Job, index: int, tokens: list[int]) -> Run:
         request = job.request
         guide = None if request.guide is None else request.guide.fork()
-        sampling = request.sampling if request.sampling.seed is None else replace(request.sampling, seed=request.sampling.seed + index)
+        sampling = request.sampling
+        if sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + index) % 2**63)
         run = Run(job, index, tokens, Sampler(sampling, request.prompt, guide), Output(self.model.text, request.stop, request.special))
         job.runs.append(run)
         return run
@@ -360,13 +388,17 @@ class Engine:
         job = self._jobs.get(stream)
         if job is None:
             return
-        if job.request.beams:
-            self._end_search(job, "cancelled")
-            return
-        for run in list(job.runs):
-            if run.reason is None:
-                run.reason = "cancelled"
-                self._end(run)
+        try:
+            if job.request.beams:
+                self._end_search(job, "cancelled")
+                return
+            for run in list(job.runs):
+                if run.reason is None:
+                    run.reason = "cancelled"
+                    self._end(run)
+        except BaseException as error:
+            _log.error("a request failed while it was cancelled", exc_info=error)
+            self._fail(job, error)
 
     # --- a step -----------------------------------------------------------------------------------------------------------------
 
@@ -376,15 +408,19 @@ class Engine:
         if not shares:
             # Whoever runs waits for one of its own beams, which waits for cells.
             if not self.scheduler.preempt():
-                raise OneKVError("requests wait and none can go on")
+                oldest = min([*self.scheduler.running, *self.scheduler.waiting], key=lambda run: run.age, default=None)
+                if oldest is not None:
+                    self._fail(oldest.job, OneKVError("requests wait and none can go on"))
             return
+        starts = [share.run.computed for share in shares]
         for share in shares:
             self._note_started(share.run)
         try:
             logits = self._evaluate(shares)
         except CacheFull as error:
             self._make_room(shares, error)
-        except Exception as error:
+        except BaseException as error:
+            self._settle(shares, starts)
             self._isolate(shares, error)
         else:
             self.scheduler.note_fitted()
@@ -394,22 +430,21 @@ class Engine:
                 self._search(job, [logits[run] for run in job.runs if run in logits])
 
     def _shares(self) -> list[Share]:
+        shares = self.scheduler.next_batch()
+        while due := [s.run for s in shares if s.run.pending == 1 and len(s.run.tokens) >= self.limit]:
+            self._shift(due[0])
+            shares = self.scheduler.next_batch()
         while self._alone:
-            job = self._alone[0]
-            shares = [s for s in self.scheduler.next_batch() if s.run.job is job]
-            if shares:
-                self._alone.popleft()
-                return shares
-            self._alone.popleft()
-        for run in list(self.scheduler.running):
-            if len(run.tokens) >= self.limit and run.reason is None:
-                self._shift(run)
-        return self.scheduler.next_batch()
+            job = self._alone.popleft()
+            alone = [share for share in shares if share.run.job is job]
+            if alone:
+                return alone
+        return shares
 
     def _evaluate(self, shares: list[Share]) -> dict[Run, Tensor]:
         """Logits of the wanted rows of each share, in order.
 
-        Whatever is raised, every answer has the cells of the rows that were evaluated, and none beyond them.
+        Whatever is raised, answers may have cells of some of the rows.
         """
         tokens: list[int] = []
         seqs: list[int] = []
@@ -442,16 +477,12 @@ class Engine:
 
     def _make_room(self, shares: list[Share], error: CacheFull) -> None:
         """After a batch did not fit: give something up, so that the next one may."""
-        self._settle(shares)
-        if self.scheduler.evict(error) or self.scheduler.preempt():
+        if self.scheduler.evict(error) or self.scheduler.halve_rows(shares) or self.scheduler.preempt():
             return
-        # One answer is left, and everything else is given up: its rows do not fit at once, or not at all.
-        if not self.scheduler.halve_rows(shares):
-            self._fail(shares[0].run.job, error)
+        self._fail(shares[0].run.job, error)  # it is the last one, and everything else is given up
 
-    def _isolate(self, shares: list[Share], error: Exception) -> None:
+    def _isolate(self, shares: list[Share], error: BaseException) -> None:
         """After a step failed: whoever makes it fail alone fails; the others go on."""
-        self._settle(shares)
         jobs = {share.run.job: None for share in shares}
         guilty = getattr(error, "seq", None) if isinstance(error, BatchError) else None
         named = [s.run.job for s in shares if s.run.seq is not None and s.run.seq.id == guilty] if guilty is not None else []
@@ -462,14 +493,11 @@ class Engine:
             return
         self._alone.extend(jobs)
 
-    def _settle(self, shares: list[Share]) -> None:
-        """After a batch that was not finished: no answer has cells for what it cannot have tokens for."""
-        for share in shares:
-            run = share.run
-            if run.seq is not None and run.job.request.prompt_logprobs and not run.job.prompt_told:
-                self.scheduler.truncate(run.seq, 0)  # some of its rows may be there without having told their logits
-            elif run.seq is not None and run.computed >= len(run.tokens):
-                self.scheduler.truncate(run.seq, len(run.tokens) - 1)
+    def _settle(self, shares: list[Share], starts: list[int]) -> None:
+        """After a batch that was not finished: nobody has cells of rows whose logits are lost."""
+        for share, start in zip(shares, starts, strict=True):
+            if share.run.seq is not None:
+                self.scheduler.truncate(share.run.seq, start)
 
     def _shift(self, run: Run) -> None:
         """An answer is as long as it can be: let its oldest tokens give way, or end it."""
@@ -480,8 +508,11 @@ class Engine:
         try:
             gone = self.scheduler.with_room(lambda: shift.make_room(seq))
         except (CacheFull, ShiftError, BatchError) as error:
-            self._fail(run.job, error)
+            # What another answer shares cannot move; the youngest gives way, and be it this one.
+            if not isinstance(error, CacheFull) or not self.scheduler.preempt():
+                self._fail(run.job, error)
             return
+        self.scheduler.note_room()
         del run.tokens[keep : keep + gone]
         run.edited_at = keep if run.edited_at is None else min(run.edited_at, keep)
         run.points.clear()
@@ -499,13 +530,12 @@ class Engine:
         cached = job.cached_tokens or 0
         self._counts["prompt_tokens"] += len(job.request.prompt)
         self._counts["cached_tokens"] += cached
-        explanation = self.scheduler.tree.explain(job.request.key, job.request.prompt) if job.request.explain else None
-        job.stream._put(Started(len(job.request.prompt), cached, explanation))
+        job.stream._put(Started(len(job.request.prompt), cached, job.explanation))
 
     def _receive(self, share: Share, logits: Tensor) -> None:
         """Take the logits of a share's wanted rows."""
         run = share.run
-        if run.reason is not None:
+        if run.reason is not None or run.job.ended:
             return
         try:
             self.scheduler.note_point(run)
@@ -521,7 +551,7 @@ class Engine:
                     self._choose(twin, logits, ())
             else:
                 self._choose(run, logits, share.draft)
-        except Exception as error:
+        except BaseException as error:  # a foreign library's panic is no Exception
             _log.error("a request failed while its tokens were chosen", exc_info=error)
             self._fail(run.job, error)
 
@@ -564,7 +594,7 @@ class Engine:
             return
         try:
             self._advance(job, torch.cat(logits))
-        except Exception as error:
+        except BaseException as error:
             _log.error("a request failed while its beams were chosen", exc_info=error)
             self._fail(job, error)
 
@@ -672,18 +702,20 @@ class Engine:
         if job.ended:
             return
         for run in job.runs:
-            if run.reason is None:
-                run.edited_at = 0
-                self.scheduler.discard(run)
+            if run.reason is None or run.seq is not None:
+                try:
+                    self.scheduler.discard(run)
+                except Exception as fault:  # its end has to be told all the same
+                    _log.error("cells of a failed request could not be given back", exc_info=fault)
         self._finished["failed"] += 1
         self._forget(job, Failed(error))
 
     def _forget(self, job: Job, last: Done | Failed) -> None:
         job.ended = True
-        if job.request.session is not None:
-            job.request.session.requests -= 1
-        if job.started is None:
-            with self._lock:
+        with self._lock:
+            if job.request.session is not None:
+                job.request.session.requests -= 1
+            if job.started is None:
                 self._queued -= job.request.n
         del self._jobs[job.stream]
         self._stats = self._new_stats()  # so that whoever sees the end finds it counted

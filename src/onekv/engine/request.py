@@ -5,20 +5,23 @@ A request is data. A stream may be read from any thread; the engine's thread wri
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from onekv.cache import ContextShift
-from onekv.core.prefix import Difference, Key
+from onekv.core.prefix import Difference, Key, checked_key
 from onekv.engine.guide import Guide
 from onekv.engine.sampler import Sampling, TokenLogprobs
 from onekv.engine.session import Session
 from onekv.errors import BatchError, ConfigError
 
 FinishReason = Literal["stop", "length", "cancelled"]
+_log = logging.getLogger("onekv.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,10 @@ class Request:
 
     def __post_init__(self) -> None:
         for name in ("prompt", "stop", "stop_ids", "points"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            listed = getattr(self, name)
+            if isinstance(listed, str) or not isinstance(listed, Iterable):
+                raise (BatchError if name == "prompt" else ConfigError)(f"{name} must be a list, got {listed!r}")
+            object.__setattr__(self, name, tuple(listed))
         if not self.prompt:
             raise BatchError("a prompt needs at least one token, got none")
         for token in (*self.prompt, *self.stop_ids):
@@ -84,7 +90,7 @@ class Request:
             ("context_shift", self.context_shift, ContextShift),
             ("session", self.session, Session),
         ):
-            if value is not None and not isinstance(value, kind):
+            if not isinstance(value, kind) and (value is not None or name == "sampling"):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {value!r}")
         limits: tuple[tuple[str, Any, int], ...] = (
             ("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1),
@@ -97,6 +103,13 @@ class Request:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for point in self.points:
+            if isinstance(point, bool) or not isinstance(point, int):
+                raise ConfigError(f"points are lengths of the prompt's beginnings, integers; got {point!r}")
+        penalty = self.length_penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise ConfigError(f"length_penalty must be a finite number, got {penalty!r}")
+        checked_key(self.key)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ConfigError(f"stop takes non-empty strings, got {text!r}")
@@ -231,7 +244,7 @@ class Stream:
         self.request = request
         self._cancel = cancel
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a listener may ask for another one
         self._listener: Callable[[Event], None] | None = None
 
     def __iter__(self) -> Iterator[Event]:
@@ -242,7 +255,8 @@ class Stream:
                 return
 
     def listen(self, callback: Callable[[Event], None]) -> None:
-        """Hand every event, those that are there included, to a function instead. It is called on the engine's thread; it must not wait."""
+        """Hand every event, those that are there included, to a function instead. It is called on the engine's thread; it must not wait.
+        If it raises there, it is not called again, and the request is cancelled."""
         with self._lock:
             while not self._events.empty():
                 callback(self._events.get())
@@ -282,7 +296,12 @@ class Stream:
 
     def _put(self, event: Event) -> None:
         with self._lock:
-            if self._listener is not None:
-                self._listener(event)
-            else:
+            if self._listener is None:
                 self._events.put(event)
+                return
+            try:
+                self._listener(event)
+            except BaseException as error:  # whatever a listener does, the engine's thread goes on
+                _log.error("a listener failed; its request is cancelled", exc_info=error)
+                self._listener = None
+                self.cancel()

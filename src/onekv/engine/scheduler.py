@@ -8,6 +8,7 @@ then the youngest answer waits again (its tokens stay, its cells become a cached
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from bisect import insort
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onekv.cache import KVCache, Sequence
-from onekv.core.prefix import PrefixTree, common_prefix
+from onekv.core.prefix import Difference, Key, PrefixTree, common_prefix, difference
 from onekv.engine.beams import Beams
 from onekv.engine.draft import PromptLookup
 from onekv.engine.output import Output
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from onekv.engine.engine import Engine
 
 _T = TypeVar("_T")
+_log = logging.getLogger("onekv.engine")
 _WORTH_WAITING: Final = 16  # tokens in common with a prompt that is being evaluated: fewer are evaluated twice rather than waited for
 
 
@@ -53,6 +55,7 @@ class Job:
     completion_tokens: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
     search: Beams | None = None
+    explanation: Difference | None = None  # where its prompt and what was held parted
     prompt_told: bool = False  # whether they were given out
     ended: bool = False
 
@@ -71,6 +74,7 @@ class Run:
         spilled:   the file its cells are in while it waits, if they could not be had again by evaluating
         edited_at: as in `Session`
         splits:    answers that are to begin where the prompt ends, this one included
+        coming:    who evaluates a beginning of its tokens, and how many of them, while it waits for that
     """
 
     job: Job
@@ -79,6 +83,7 @@ class Run:
     sampler: Sampler
     output: Output
     splits: int = 1
+    coming: tuple[Run, int] | None = None
     made: int = 0
     seq: Sequence | None = None
     spilled: Path | None = None
@@ -96,6 +101,14 @@ class Run:
     def pending(self) -> int:
         """Tokens to evaluate before the next one can be chosen."""
         return len(self.tokens) - self.computed
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the other answer it waits for still evaluates what both begin with."""
+        if self.coming is None:
+            return False
+        other, length = self.coming
+        return other.seq is not None and other.made == 0 and other.computed < length
 
     @property
     def age(self) -> tuple[int, int]:
@@ -153,8 +166,9 @@ class Scheduler:
         self.counts = Counts()
         self._clock = 0
         self._max_rows = max_batch_tokens  # fewer for a while, after that many did not fit at once
-        self._spills = tempfile.TemporaryDirectory(prefix="onekv-")
+        self._spills = tempfile.TemporaryDirectory(prefix="onekv-", ignore_cleanup_errors=True)
         self._num_spilled = 0
+        self._refused: Run | None = None  # who did not fit, and will not before somebody has left
 
     # --- the next batch ---------------------------------------------------------------------------------------------------------
 
@@ -165,17 +179,24 @@ class Scheduler:
 
     def next_batch(self) -> list[Share]:
         """Admit who fits, and share out the rows: one to each answer that is up to date, the rest evenly to those that are not."""
+        shares = self._shared_out()
+        if not shares and self._refused is not None:  # whoever runs waits for one that does not: a beam for the others
+            self._refused = None
+            shares = self._shared_out()
+        return shares
+
+    def _shared_out(self) -> list[Share]:
         self._admit()
         shares = {run: Share(run, 1) for run in self.running if run.pending == 1 and self._in_step(run)}
         left = max(self._max_rows - len(shares), 0)
         behind = sorted((run for run in self.running if run.pending > 1), key=lambda run: run.pending)
         for i, run in enumerate(behind):
-            most = run.pending if run.job.search is None else run.pending - 1
-            count = min(most, -(-left // (len(behind) - i)))
+            # The last token of a beam, and of an answer that has to shift first, comes by itself.
+            most = run.pending - (run.job.search is not None or len(run.tokens) >= self.limit)
+            count = min(most, max(-(-left // (len(behind) - i)), 1))
             count = min([count, *(point - run.computed for point in run.points if point > run.computed)])
-            if count > 0:
-                shares[run] = Share(run, count)
-                left -= count
+            shares[run] = Share(run, count)
+            left = max(left - count, 0)
         if self.speculate:
             left = min(left, self.cache.num_free - sum(share.count for share in shares.values()))
             for run, share in list(shares.items()):
@@ -190,10 +211,10 @@ class Scheduler:
         return run.job.search is None or all(r.pending == 1 and r in self.running for r in run.job.runs)
 
     def halve_rows(self, shares: list[Share]) -> bool:
-        """After the rows of a batch did not fit at once, though all else was given up: fewer, for the next ones. False: it was one."""
+        """After the rows of a batch did not fit at once: fewer, for the next ones. False: it was one for each answer."""
         rows = sum(share.count + len(share.draft) for share in shares)
         self._max_rows = max(rows // 2, 1)
-        return rows > 1
+        return rows > len(shares)
 
     def note_fitted(self) -> None:
         """A batch fitted: the next one may have more rows again."""
@@ -212,27 +233,38 @@ class Scheduler:
         insort(self.waiting, run, key=lambda r: r.age)
 
     def _admit(self) -> None:
+        if not self.running:
+            self._refused = None
         taken = {run.job.request.session for run in self.running} - {None}
+        room = self.max_running - sum(run.splits for run in self.running)
         for run in list(self.waiting):
-            if sum(r.splits for r in self.running) + run.splits > self.max_running:
+            if run.splits > room or run is self._refused:
                 return
             session = run.job.request.session
-            if session not in taken:
-                if not self._start(run):
-                    return
-                taken |= {session} - {None}
+            if session in taken:
+                continue
+            if not run.is_coming and not self._start(run):
+                self._refused = run
+                return
+            room -= run.splits if run.seq is not None else 0
+            taken |= {session} - {None}
+
+    def note_room(self) -> None:
+        """Cells have become free: whoever they were not enough for may be looked at again."""
+        self._refused = None
 
     def _start(self, run: Run) -> bool:
         """Give an answer the cells that are there for it and let it run; False: it has to wait for cells. One that waits for what another
         evaluates stays in the queue, and does not hold up those behind it."""
         session = run.job.request.session
-        if run.spilled is not None:
-            if (self.running and not self._fits(run)) or not self._read_spilled(run):
-                return False
-        else:
-            length, source, coming = self._match(run)
-            if coming > length:
+        if run.spilled is not None and ((self.running and not self._fits(run)) or not self._read_spilled(run)):
+            return False
+        if run.seq is None:
+            length, source, run.coming = self._match(run)
+            if run.coming is not None:
                 return True
+            if run.job.request.explain and run.job.explanation is None:
+                run.job.explanation = self.explain(run.job.request.key, run.job.prompt, session)
             self._attach(run, length, source)
             if self.running and not self._fits(run):
                 if session is None:
@@ -248,39 +280,59 @@ class Scheduler:
             self.counts.prefix_hits += run.computed > 0
         return True
 
-    def _match(self, run: Run) -> tuple[int, Sequence | None, int]:
-        """The longest beginning of an answer's tokens that can be gone on from, whose cells it is, and up to where another answer that
-        begins alike will come."""
+    def explain(self, key: Key, prompt: NDArray[np.int64], session: Session | None = None) -> Difference:
+        """Where a prompt parts from whatever holds most of it: a cached prefix, a session, a running answer. Of `session`, whose prompt
+        it is, what was shifted counts too."""
+        told = self.tree.explain(key, prompt)
+        held = [(s.seq, None if s is session else s.edited_at) for s in self.sessions if s.key == key]
+        held += [(run.seq, run.edited_at) for run in self.running if run.job.request.key == key]
+        for seq, edited_at in held:
+            tokens = seq.tokens if seq is not None else prompt[:0]
+            common = common_prefix(tokens[:edited_at], prompt)
+            if common > told.matched:
+                told = difference(prompt, common, tokens[common:])
+        return told
+
+    def _match(self, run: Run) -> tuple[int, Sequence | None, tuple[Run, int] | None]:
+        """The longest beginning of an answer's tokens that can be gone on from, whose cells it is, and which other answer, that begins
+        alike, will come further, and how far."""
         request = run.job.request
         session = request.session
         if request.prompt_logprobs and not run.job.prompt_told:
-            return 0, None, 0  # the logits of all its tokens are wanted
+            return 0, None, None  # the logits of all its tokens are wanted
         wanted = np.array(run.tokens[:-1], np.int64)
         if session is not None and session.edited_at is not None and session.seq is not None:
             # What was shifted is what the session is asked to go on with; nobody else has it.
-            return self._usable(session.seq, common_prefix(session.seq.tokens, wanted)), session.seq, 0
+            return self._usable(session.seq, common_prefix(session.seq.tokens, wanted)), session.seq, None
         found = self.tree.match(request.key, wanted, self._usable)
-        length, source, coming = found.length, found.holder, 0
+        length, source = found.length, found.holder
         for idle in self.sessions:
             if idle.seq is not None and idle.key == request.key:
-                usable = self._common(idle.seq, idle.seq.tokens, idle.edited_at, wanted)
+                usable = self._common(idle.seq, idle.edited_at, wanted, length - (idle is session))
                 if usable > length or (usable == length and idle is session):
                     length, source = usable, idle.seq
+        coming: tuple[Run, int] | None = None
         for other in self.running:
             if other.job.request.key != request.key or other.seq is None:
                 continue
-            usable = self._common(other.seq, other.job.prompt[: other.computed], other.edited_at, wanted)
+            usable = self._common(other.seq, other.edited_at, wanted, length)
             if usable > length:
                 length, source = usable, other.seq
-            common = common_prefix(other.job.prompt, wanted) if other.made == 0 else 0
-            if common > other.computed and common >= _WORTH_WAITING:
-                coming = max(coming, common)
+            if other.made or other.edited_at is not None:
+                continue
+            common = common_prefix(other.job.prompt, wanted)
+            if common > other.computed and common >= _WORTH_WAITING and (coming is None or common > coming[1]):
+                coming = other, common
                 if self.by_points and common not in other.points:
                     insort(other.points, common)
-        return length, source, coming
+        return length, source, coming if coming is not None and coming[1] > length else None
 
-    def _common(self, seq: Sequence, tokens: NDArray[np.integer], edited_at: int | None, wanted: NDArray[np.int64]) -> int:
-        """How many wanted tokens can be gone on from in somebody's cells: those from before an edit."""
+    def _common(self, seq: Sequence, edited_at: int | None, wanted: NDArray[np.int64], least: int) -> int:
+        """How many wanted tokens can be gone on from in somebody's cells: those from before an edit. 0 where they are not more than
+        `least`, which in most cases shows at one token."""
+        tokens = self.cache.cells.tokens(seq.id)
+        if 0 <= least < wanted.size and (least >= tokens.size or tokens[least] != wanted[least]):
+            return 0
         common = common_prefix(tokens, wanted)
         return self._usable(seq, common if edited_at is None else min(common, edited_at))
 
@@ -297,6 +349,7 @@ class Scheduler:
                     run.edited_at = None
                 return
             session.evict()
+        run.edited_at = None
         run.seq = self.new_sequence() if source is None else self.fork(source, length)
 
     def _fits(self, run: Run) -> bool:
@@ -319,22 +372,13 @@ class Scheduler:
             try:
                 return self.cache.sequence()
             except OneKVError:
-                holder = self.tree.evict_holder()
-                idle = min((s for s in self.sessions if s.seq is not None), key=lambda s: s.used, default=None)
-                if holder is not None:
-                    holder.free()
-                elif idle is not None:
-                    idle.evict()
-                else:
+                if not self._give_up_one():
                     raise
-                self.counts.evictions += 1
 
     def fork(self, seq: Sequence, length: int) -> Sequence:
         """A sequence that shares the first cells of another, as many as can be gone on from."""
         twin = self.new_sequence()
-        if not len(seq):  # it was given up for its id
-            return twin
-        length = self._usable(seq, length)
+        length = 0 if seq.is_freed else self._usable(seq, length)  # it may have been given up for its id
         if length:
             self.cache.seq_cp(seq, twin, 0, length)
         return twin
@@ -353,80 +397,120 @@ class Scheduler:
             try:
                 return action()
             except CacheFull as error:
-                if not self.evict(error):
+                # What has to move may be shared: whoever shares it gives way, though that frees no cell.
+                if not self.evict(error) and not self._give_up_one():
                     raise
 
     def evict(self, error: CacheFull) -> bool:
         """Give up cells for what did not fit. False: there are none to give up."""
-        wanted, group = max(error.needed - error.free, 1), error.group
-        freed = 0
-        while freed < wanted:
-            found = self._give_up(wanted - freed, lambda seq, keep: self.cache.cells.count_sole(group, seq.id, keep))
-            if not found:
-                break
-            freed += found
-        return freed > 0
+        number, given_up = error.group, False
+        group = self.cache.cells.groups[number]
+        most = group.num_used - max(error.needed - error.free, 1)
+        while group.num_used > most and self._give_up(number, group.num_used - most):
+            given_up = True
+        return given_up
 
-    def _give_up(self, wanted: int, gain: Callable[[Sequence, int], int]) -> int:
-        """Give up one branch of cached prefixes, or one idle session. Returns what `gain` says of it; 0: there is nothing."""
-        before = self.cache.num_free
+    def _give_up(self, group: int, wanted: int) -> bool:
+        """Give up one branch of cached prefixes, or one idle session. False: all cells of the group are owned by answers that run."""
+        cells, before = self.cache.cells, self.cache.num_free
+
+        def gain(seq: Sequence, keep: int) -> int:
+            return cells.count_sole(group, seq.id, keep)
+
         evicted = self.tree.evict(wanted, gain)
-        found = 0
-        if evicted is not None:
-            found = gain(evicted.holder, evicted.keep)
-            if evicted.keep:
-                self.cache.seq_rm(evicted.holder, evicted.keep, -1)
-            else:
-                evicted.holder.free()
+        if evicted is None:
+            session = next((s for s in self._idle() if s.seq is not None and gain(s.seq, 0)), None)
+            if session is None:
+                # What is left is shared: among those who are idle, too?
+                owned = cells.count_owned(group, [run.seq.id for run in self.running if run.seq is not None])
+                return owned < cells.groups[group].num_used and self._give_up_one()
+            session.evict()
+        elif evicted.keep:
+            self.cache.seq_rm(evicted.holder, evicted.keep, -1)
         else:
-            for session in sorted(self.sessions, key=lambda s: s.used):
-                if session.seq is not None and (found := gain(session.seq, 0)):
-                    session.evict()
-                    break
-        if found:
-            self.counts.evictions += 1
-            self.counts.evicted_cells += self.cache.num_free - before
-        return found
-
-    def preempt(self) -> bool:
-        """Let the youngest answer wait, if there is another."""
-        if len(self.running) < 2:
-            return False
-        run = max(self.running, key=lambda r: r.age)
-        self.running.remove(run)
-        self.counts.preemptions += 1
-        if run.seq is not None and len(run.seq) and (run.edited_at is not None or self.preempt_by == "spill"):
-            self._num_spilled += 1
-            run.spilled = Path(self._spills.name) / f"{self._num_spilled}.safetensors"
-            self.cache.save(run.spilled, run.seq)
-            run.seq.free()
-            run.seq = None
-        else:
-            self.release(run, keep=True)
-        self.submit(run)
+            evicted.holder.free()
+        self._note_given_up(before)
         return True
 
+    def _give_up_one(self) -> bool:
+        """Give up a whole cached prefix, or an idle session, whoever else owns its cells. False: there is none."""
+        before = self.cache.num_free
+        holder, idle = self.tree.evict_holder(), self._idle()
+        if holder is not None:
+            holder.free()
+        elif idle:
+            idle[0].evict()
+        else:
+            return False
+        self._note_given_up(before)
+        return True
+
+    def _idle(self) -> list[Session]:
+        """Sessions with cells that no request has, the one used least recently first."""
+        return sorted((s for s in self.sessions if s.seq is not None), key=lambda s: s.used)
+
+    def _note_given_up(self, free_before: int) -> None:
+        self.counts.evictions += 1
+        self.counts.evicted_cells += self.cache.num_free - free_before
+
+    def preempt(self) -> bool:
+        """Let the youngest answer wait, if there is another; of a beam search all beams, which cannot go on without one of them. It is not
+        looked at again before somebody else has left."""
+        youngest = max(self.running, key=lambda r: r.age, default=None)
+        runs = [r for r in self.running if youngest is not None and (r is youngest or (r.job is youngest.job and r.job.search is not None))]
+        if len(runs) == len(self.running):
+            return False
+        for run in runs:
+            self.running.remove(run)
+            self.counts.preemptions += 1
+            self._set_aside(run)
+            self.submit(run)
+        self._refused = min(runs, key=lambda r: r.age)
+        return True
+
+    def _set_aside(self, run: Run) -> None:
+        """Take an answer's cells, in a way that it can have them again."""
+        if run.seq is not None and len(run.seq) and (run.edited_at is not None or self.preempt_by == "spill"):
+            self._num_spilled += 1
+            path = Path(self._spills.name) / f"{self._num_spilled}.safetensors"
+            try:
+                self.cache.save(path, run.seq)
+            except (OneKVError, OSError) as error:
+                _log.warning("an answer that waits will be evaluated again: %s", error)
+            else:
+                run.spilled = path
+        self.release(run, keep=run.spilled is None)
+        if run.spilled is None:
+            run.edited_at = None  # what is evaluated again is exact
+
     def _read_spilled(self, run: Run) -> bool:
+        """Read back the cells of an answer, or forget them where the file is lost; False: they do not fit."""
         path, seq = run.spilled, self.new_sequence()
         if path is None:
             raise StateError("no file to read")
         try:
             self.with_room(lambda: self.cache.load(path, seq))
+            run.seq = seq
         except CacheFull:
             seq.free()
             return False
-        path.unlink()
-        run.spilled, run.seq = None, seq
+        except (OneKVError, OSError) as error:
+            _log.warning("an answer that waited is evaluated again: %s", error)
+            seq.free()
+            run.edited_at = None
+        self._forget_spilled(run)
         return True
+
+    def _forget_spilled(self, run: Run) -> None:
+        if run.spilled is not None:
+            run.spilled.unlink(missing_ok=True)
+            run.spilled = None
 
     # --- ends -------------------------------------------------------------------------------------------------------------------
 
     def release(self, run: Run, keep: bool) -> None:
         """Take an answer's cells; keep: as a cached prefix, where they are what evaluating its tokens gives."""
         seq, run.seq = run.seq, None
-        if run.spilled is not None:
-            run.spilled.unlink(missing_ok=True)
-            run.spilled = None
         if seq is None:
             return
         if keep and run.edited_at is None and len(seq):
@@ -477,6 +561,8 @@ class Scheduler:
         for answers in (self.running, self.waiting):
             if run in answers:
                 answers.remove(run)
+        self._forget_spilled(run)
+        self.note_room()
 
     def _give_back(self, run: Run, tokens: list[int] | None) -> None:
         session = run.job.request.session
@@ -498,6 +584,6 @@ class Scheduler:
         """Give back every cell and remove what was spilled."""
         for seq in self.tree.drop():
             seq.free()
-        for session in list(self.sessions):
-            session.take_back(None, None, None)
+        for session in self.sessions:
+            session.evict()
         self._spills.cleanup()

@@ -54,10 +54,18 @@ class Session:
         return self.requests > 0
 
     @property
+    def is_known(self) -> bool:
+        """Whether the engine keeps it: False once it was freed."""
+        return self in self._engine.scheduler.sessions
+
+    @property
     def num_cells(self) -> int:
         """How many of its tokens are in the buffer."""
         seq = self.seq
-        return 0 if seq is None else len(seq)
+        try:
+            return 0 if seq is None else len(seq)
+        except BatchError:  # given up just now, by the engine's thread
+            return 0
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +79,9 @@ class Session:
             BatchError: no such position.
             SessionBusy: a request runs on this one.
         """
-        stop = len(self.tokens) if pos is None else self._position("pos", pos)
 
         def fork() -> Session:
+            stop = len(self.tokens) if pos is None else self._position("pos", pos)
             twin = self._engine.scheduler.new_session(self._engine, self.key)
             twin.tokens = self.tokens[:stop]
             twin.edited_at = self.edited_at if self.edited_at is not None and self.edited_at < stop else None
@@ -90,8 +98,7 @@ class Session:
             BatchError: no such position.
             SessionBusy: a request runs on it.
         """
-        stop = self._position("pos", pos)
-        self._do(lambda: self._cut(self.tokens[:stop], stop))
+        self._do(lambda: self._cut(self.tokens[: self._position("pos", pos)], pos))
 
     def remove(self, p0: int, p1: int, mode: Literal["shift", "exact"] = "shift") -> None:
         """Take the positions [p0, p1) out of the middle.
@@ -105,56 +112,72 @@ class Session:
             SessionBusy: a request runs on it.
             Nothing has changed in any of these cases.
         """
-        first, last = self._position("p0", p0), self._position("p1", p1)
-        if first > last:
-            raise BatchError(f"positions [{p0}, {p1}) end before they begin", given=p1)
         if mode not in ("shift", "exact"):
             raise ConfigError(f'mode must be "shift" or "exact", got {mode!r}')
-        kept = self.tokens[:first] + self.tokens[last:]
 
         def remove() -> None:
+            first, last = self._position("p0", p0), self._position("p1", p1)
+            if first > last:
+                raise BatchError(f"positions [{p0}, {p1}) end before they begin", given=p1)
+            kept = self.tokens[:first] + self.tokens[last:]
+            if first == last:
+                return
             if mode == "exact" or self.seq is None or len(self.seq) <= last:
                 self._cut(kept, first)
                 return
             seq = self.seq
-            self._engine.scheduler.with_room(lambda: seq.remove(first, last, "shift"))
+            self.seq = None  # so that it does not give way to itself
+            try:
+                self._engine.scheduler.with_room(lambda: seq.remove(first, last, "shift"))
+            finally:
+                self.seq = seq
             self.tokens = kept
             self.edited_at = first if self.edited_at is None else min(self.edited_at, first)
 
-        if first < last:
-            self._do(remove)
+        self._do(remove)
 
     def save(self, path: files.Target) -> int:
-        """Write its cells to a file, as `KVCache.save`. Returns how many tokens have cells and are in it."""
+        """Write its cells to a file, as `KVCache.save`; the engine waits for a copy, and not for the disk. Returns how many tokens have
+        cells and are in it.
 
-        def save() -> int:
+        Raises:
+            StateError: the file cannot be written.
+            SessionBusy: a request runs on it.
+        """
+
+        def copied() -> files.State:
             cache, seq = self._engine.cache, self.seq
             if seq is not None:
-                return cache.save(path, seq)
+                return cache.copied(seq)
             with self._engine.scheduler.new_sequence() as empty:
-                return cache.save(path, empty)
+                return cache.copied(empty)
 
-        return self._do(save)
+        state = self._do(copied)
+        files.save(path, state)
+        return int(state.rows[0].positions.size)
 
     def load(self, path: files.Target, edited_at: int | None = None) -> int:
-        """Become what a file holds. Returns how many tokens.
+        """Become what a file holds; the engine does not wait for the disk. Returns how many tokens.
 
         Args:
             edited_at: of the session that was saved; a file does not hold it
         Raises:
             StateError: as `KVCache.load`, or the file's positions are not 0, 1, 2 .., or it was not fed as tokens.
             CacheFull: not enough cells, though all that can be given up was.
-            SessionBusy: a request runs on it.
+            SessionBusy: a request runs on the session.
             The session is as before in any of these cases.
         """
+        self._do(lambda: None)  # refused, if it is to be, before the disk is asked
+        state = files.load(path)
+        for row in state.rows:
+            if not np.array_equal(row.positions, np.arange(row.positions.size)) or (row.tokens < 0).any():
+                raise StateError("a session's file holds tokens at positions 0, 1, 2 ..; this one does not")
 
-        def load() -> int:
+        def put() -> int:
             scheduler = self._engine.scheduler
             seq = scheduler.new_sequence()
             try:
-                count = scheduler.with_room(lambda: self._engine.cache.load(path, seq))
-                if not np.array_equal(seq.positions, np.arange(count)) or (seq.tokens < 0).any():
-                    raise StateError("a session's file holds tokens at positions 0, 1, 2 ..; this one does not")
+                count = scheduler.with_room(lambda: self._engine.cache.put(state, seq))
             except BaseException:
                 seq.free()
                 raise
@@ -162,7 +185,7 @@ class Session:
             self.seq, self.tokens, self.edited_at = seq, seq.tokens.tolist(), edited_at
             return count
 
-        return self._do(load)
+        return self._do(put)
 
     def free(self) -> None:
         """Give up its cells and tokens. Freeing twice does nothing.
@@ -176,7 +199,8 @@ class Session:
             self.tokens = []
             self._engine.scheduler.sessions.discard(self)
 
-        self._do(free)
+        if self.is_known:
+            self._do(free)
 
     # --- on the engine's thread -------------------------------------------------------------------------------------------------
 
@@ -186,23 +210,25 @@ class Session:
         return seq
 
     def take_back(self, seq: Sequence | None, tokens: list[int] | None, edited_at: int | None) -> None:
-        """Receive the cells of a request, and its tokens; None: it did not come to an end, so that the tokens are those from before."""
-        self._drop()
-        self.seq = seq
+        """Receive the cells of a request (None: it had none), and its tokens; None: it did not come to an end, so that the tokens are
+        those from before, and of the cells those that are theirs."""
+        if seq is not None:
+            self._drop()
+            self.seq = seq
         if tokens is not None:
             self.tokens, self.edited_at = tokens, edited_at
-        elif seq is not None:
-            self._cut(self.tokens, common_prefix(np.asarray(self.tokens, np.int64), seq.tokens))
+        elif self.seq is None:
+            self.edited_at = None
+        else:
+            stop = common_prefix(np.asarray(self.tokens, np.int64), self.seq.tokens)
+            if seq is not None and edited_at is not None and edited_at != self.edited_at:
+                stop = min(stop, edited_at)  # beyond, equal tokens have seen others
+            self._cut(self.tokens, stop)
 
-    def evict(self) -> int:
-        """Give up the cells. Returns how many of group 0 that freed."""
-        if self.seq is None:
-            return 0
-        before = self._engine.cache.num_free
+    def evict(self) -> None:
+        """Give up the cells."""
         self._drop()
-        if self.edited_at is not None:
-            self.edited_at = None  # what is evaluated again is exact
-        return self._engine.cache.num_free - before
+        self.edited_at = None  # what is evaluated again is exact
 
     def _drop(self) -> None:
         if self.seq is not None:
@@ -224,6 +250,8 @@ class Session:
 
     def _do(self, action: Callable[[], _T]) -> _T:
         def checked() -> _T:
+            if not self.is_known:
+                raise BatchError("this session was freed")
             if self.busy:
                 raise SessionBusy("a request runs on this session; wait for its end, or cancel it")
             return action()

@@ -354,6 +354,8 @@ class Api:
         if group >= count:
             raise ApiError(400, f"group: there are {count} groups of layers, from 0 on", param="group", code="invalid_value")
         seen = await asyncio.to_thread(self.engine.cells, group)
+        for owner in seen["owners"].values():
+            owner.update(self.sessions.owner(owner["name"]))
         return JSONResponse({**seen, "cells": [[*cell, self._name(cell[3])] for cell in seen["cells"]]})
 
     def _name(self, token_id: int) -> str:

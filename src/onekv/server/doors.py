@@ -50,7 +50,9 @@ class Doors:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                answered = MutableHeaders(scope=message)
+                answered.update(_HEADERS)
+                answered.setdefault("Cache-Control", "no-cache")  # the page of another version is not this one's
             await send(message)
 
         error = self._refusal(scope, headers)

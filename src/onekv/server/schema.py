@@ -390,6 +390,7 @@ class NewSession(Body):
 class Place(Body):
     """POST /v1/sessions/{id}/fork: up to a message, that one included, or up to a position; neither: all."""
 
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     message: Annotated[int, Field(ge=0)] | None = None
     position: Annotated[int, Field(ge=0)] | None = None
 

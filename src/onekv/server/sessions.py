@@ -113,6 +113,11 @@ class SessionStore:
             raise ApiError(404, f"there is no session {session_id!r}", param="session", code="session_not_found")
         return kept
 
+    def owner(self, session_id: str) -> dict[str, Any]:
+        """What a map of cells says of an owner that is a session."""
+        kept = self._all.get(session_id)
+        return {} if kept is None else {"session": kept.id, "name": kept.name}
+
     async def listed(self) -> list[dict[str, Any]]:
         """All, the oldest first."""
         ordered = sorted(self._all.values(), key=lambda kept: kept.created)
@@ -181,8 +186,8 @@ class SessionStore:
             raise ApiError(429, f"there are {_MOST} sessions, the most that are kept; delete one", code="too_many_sessions")
 
     def _add(self, session: Session, name: str | None, salt: str | None) -> Kept:
-        session.name = name or f"session {next(self._numbers)}"
-        kept = Kept(f"sess_{secrets.token_hex(16)}", session.name, int(time.time()), salt, session)
+        kept = Kept(f"sess_{secrets.token_hex(16)}", name or f"session {next(self._numbers)}", int(time.time()), salt, session)
+        session.name = kept.id  # names may repeat
         self._all[kept.id] = kept
         return kept
 
@@ -193,7 +198,7 @@ class SessionStore:
             session = await self._wait(self._in_memory, kept)
             count, position = await self._wait(self._place, kept, place.message, place.position)
             twin = await self._wait(session.fork, position)
-            made = self._add(twin, None, kept.salt)
+            made = self._add(twin, place.name, kept.salt)
             made.converse({**kept.conversation, "turns": kept.turns[:count]})
             return made
 
@@ -312,7 +317,7 @@ class SessionStore:
             raise
         if session.tokens != on_disk.tokens[:count].tolist():
             session.truncate(0)
-        session.name = kept.name
+        session.name = kept.id
         session.tokens = on_disk.tokens.tolist()  # with those that had no cell
         kept.session = session
         kept.converse(on_disk.conversation)
