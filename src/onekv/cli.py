@@ -54,6 +54,12 @@ VDtype = Annotated[str | None, typer.Option("--v-dtype", help="How values are st
 Weights = Annotated[str, typer.Option(help="float32, bfloat16, int4 or auto (bfloat16 where the processor has it).")]
 
 
+def _loaded(model: str, **settings: Any) -> Model:
+    """The model; a terminal is told meanwhile."""
+    with Console(stderr=True).status(f"loading {model}"):
+        return load_model(model, **settings)
+
+
 def main() -> None:
     """Entry point: runs the command, turns onekv's errors into one line and exit code 2."""
     try:
@@ -93,7 +99,7 @@ def generate(
 ) -> None:
     """Continue one or several prompts."""
     sampling = Sampling(temperature=temperature, seed=seed)
-    loaded = load_model(model, weights=weights)
+    loaded = _loaded(model, weights=weights)
     prompts = [_encoded(loaded, text, i) for i, text in enumerate(prompt)]
     limits = [min(max_tokens, loaded.max_positions - len(ids)) for ids in prompts]
     needed = sum(len(ids) + limit for ids, limit in zip(prompts, limits, strict=True))
@@ -273,7 +279,7 @@ def bench(
     context = (16 if quick else 512) if context is None else context
     new_tokens = (4 if quick else 32) if new_tokens is None else new_tokens
     load = other_load()
-    loaded = load_model(model, weights=weights)
+    loaded = _loaded(model, weights=weights)
     made: list[Speed] = []
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
         task = bars.add_task("warming up", total=sum(num_tokens(count, context, new_tokens) for count in counts))
@@ -352,7 +358,7 @@ def chat(
     v_dtype: VDtype = None,
 ) -> None:
     """Talk to a model. /help lists what can be done with the conversation."""
-    loaded = load_model(model, weights=weights)
+    loaded = _loaded(model, weights=weights)
     cache = cache_for(loaded, cells or 8192, k_dtype=k_dtype, v_dtype=v_dtype)
     start = [{"role": "system", "content": system}] if system else []
     sampling = Sampling(temperature=temperature, seed=seed)
@@ -381,11 +387,13 @@ def _talk(engine: Engine, branches: list[Conversation], sampling: Sampling, max_
                 current = _number(argument, 1, len(branches)) - 1
             elif command == "/rewind":
                 taken = branches[current].rewind(_number(argument or "1", 1, 10**6))
-                _out.print(f"took back {taken} exchanges", style="dim")
+                _out.print(f"took back {taken} exchange{'' if taken == 1 else 's'}", style="dim")
             elif command == "/cells":
                 _out.print(engine.call(engine.cache.draw), markup=False)
-            elif command.startswith("/"):
+            elif command == "/help":
                 _out.print(_CHAT_HELP, markup=False)
+            elif command.startswith("/"):
+                _out.print(f"there is no command {command}\n{_CHAT_HELP}", markup=False)
             elif line:
                 _answer(engine, branches[current], line, sampling, max_tokens)
         except OneKVError as error:
@@ -460,7 +468,7 @@ def serve(
     directory = None if no_save else sessions_dir or home() / "sessions"
     key = None if api_key_file is None else run.read_key(api_key_file)
     with run.listening_socket(host, port) as bound:
-        loaded = load_model(model, weights=weights, deterministic=deterministic, device=device)
+        loaded = _loaded(model, weights=weights, deterministic=deterministic, device=device)
         size = cells or 8192
         few = window_cells(loaded, size, max_running=max_running)
         ids = max(256, 8 * max_running)  # of answers, cached prefixes and sessions
@@ -470,15 +478,21 @@ def serve(
         with Engine(loaded, cache, max_running=max_running, speculate=speculate, context_shift=shift, preempt=waiting) as engine:
             is_local = key is None and run.is_local(bound)
             made = server.create_app(engine, model, api_key=key, sessions_dir=directory, is_local=is_local)
-            run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None, directory))
+            run.serve(made, bound, ready=lambda: _ready(run.url_of(bound), model, key is not None, directory), stopping=_stopping)
 
 
 def _ready(url: str, model: str, has_key: bool, directory: Path | None) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}], "stream": True})
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"messages": [question], "temperature": 0, "max_tokens": 64})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     kept = "sessions are not saved" if directory is None else f"sessions are saved in {directory}"
     _out.print(f"{model} answers on {url}; {kept}", style="bold", markup=False)
     _out.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'", markup=False)
+
+
+def _stopping(answers: int, seconds: float) -> None:
+    if answers:
+        _out.print(f"stopping; {answers} running, up to {seconds:.0f} s to finish. Once more ends them now", style="dim", markup=False)
 
 
 @app.command()
@@ -519,7 +533,7 @@ def demo(
     weights: Weights = "auto",
 ) -> None:
     """Three conversations in one buffer: shared, decoded together, forked, rewound."""
-    loaded = load_model(model, weights=weights)
+    loaded = _loaded(model, weights=weights)
     prompts = [loaded.text.chat([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": q}]) for q in _QUESTIONS]
     common = min(common_prefix(np.array(prompts[0]), np.array(p)) for p in prompts[1:])
     with Engine(loaded, cache_for(loaded, 768, max_seqs=8), max_running=4) as engine:

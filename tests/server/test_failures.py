@@ -218,3 +218,25 @@ def test_a_server_that_stops_tells_those_it_does_not_wait_for() -> None:
         assert served.is_idle()
         for client in (stream, whole):
             client.cut()
+
+
+def test_a_second_signal_tells_at_once_those_who_would_be_waited_for() -> None:
+    with serving(Scripted(delay=0.01), limit=60) as served:
+        told: list[Any] = []
+        served.server._stopping = lambda *counts: told.append(counts)
+        client = Client(served, {**LONG, "max_tokens": 1500, "stream": True})
+        client.read_until(b"data: ")
+        served.server.handle_exit(signal.SIGINT, None)
+        served.until(lambda: bool(told))
+        assert told == [(1, 60)]
+        served.server.handle_exit(signal.SIGINT, None)
+        assert b"event: error" in client.read_until(b"the server is stopping")
+        served.thread.join(5)
+        assert not served.thread.is_alive()
+        client.cut()
+
+
+def test_an_unknown_path_is_named() -> None:
+    with serving() as served:
+        error = error_of(served.http.get("/v1/foo"), 404)
+        assert (error["message"], error["code"]) == ("there is nothing at /v1/foo", "not_found")

@@ -122,7 +122,7 @@ def test_sessions_are_saved_where_the_first_line_says(
         monkeypatch.setattr(cli, name, MagicMock())
     create = MagicMock()
     monkeypatch.setattr("onekv.server.app.create_app", create)
-    monkeypatch.setattr("onekv.server.run.serve", lambda app, bound, ready: ready())
+    monkeypatch.setattr("onekv.server.run.serve", lambda app, bound, ready, stopping: ready())
     monkeypatch.setattr(sys, "argv", ["onekv", "serve", "--port", "0", *(option.format(tmp_path) for option in options)])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -134,6 +134,7 @@ class Api:
         self._created = int(time.time())
         self._names: dict[int, str] = {}  # texts of tokens, as /v1/cells shows them
         self._is_stopping = False
+        self._hurries = False
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -143,12 +144,16 @@ class Api:
         self._encoding.shutdown()
 
     async def stop(self, limit: float) -> None:
-        """Take nothing new, let what runs finish within `limit` seconds, and tell the rest."""
+        """Take nothing new, let what runs finish within `limit` seconds, or until `hurry`, and tell the rest."""
         self._is_stopping = True
         end = time.monotonic() + limit
-        while len(self.listeners) and time.monotonic() < end:
+        while len(self.listeners) and time.monotonic() < end and not self._hurries:
             await asyncio.sleep(0.02)
         self.listeners.tell(EngineClosed("the server is stopping; the answer is not complete"))
+
+    def hurry(self) -> None:
+        """What still runs is told now."""
+        self._hurries = True
 
     # --- answers ----------------------------------------------------------------------------------------------------------------
 

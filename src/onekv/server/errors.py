@@ -144,6 +144,8 @@ def _field(error: Mapping[str, Any], body: object) -> tuple[str, ...]:
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError) and error.status_code == 404:
+        error = ApiError(404, f"there is nothing at {_printable(request.url.path)}", code="not_found")
     return api_error(error).response()
 
 

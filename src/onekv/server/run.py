@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -64,26 +65,49 @@ def read_key(path: Path) -> str:
     return key
 
 
-def serve(app: FastAPI, bound: socket.socket, *, ready: Callable[[], None], limit: float = 30.0) -> None:
-    """Serve until SIGTERM or SIGINT. Then nothing new is taken, what runs may finish within `limit` seconds, and the rest is told.
+def serve(
+    app: FastAPI,
+    bound: socket.socket,
+    *,
+    ready: Callable[[], None],
+    stopping: Callable[[int, float], None] = lambda answers, seconds: None,
+    limit: float = 30.0,
+) -> None:
+    """Serve until SIGTERM or SIGINT. Then nothing new is taken, what runs may finish within `limit` seconds, and the rest is told. A second
+    signal tells them at once.
 
     Args:
-        ready: called when requests are answered
+        ready:    called when requests are answered
+        stopping: called at the first signal, with how many answers run and the seconds they have
     """
     with _handled_signals():
-        Server(app, ready, limit).run(sockets=[bound])
+        Server(app, ready, limit, stopping).run(sockets=[bound])
 
 
 class Server(uvicorn.Server):
     """uvicorn, with an end that tells the clients."""
 
-    def __init__(self, app: FastAPI, ready: Callable[[], None], limit: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        ready: Callable[[], None],
+        limit: float,
+        stopping: Callable[[int, float], None] = lambda answers, seconds: None,
+    ) -> None:
         # What was told of the end has some time to be sent before connections are cut.
         grace = math.ceil(limit) + 5
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=grace))
         self._app = app
         self._ready = ready
         self._limit = limit
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's own at the first signal. It would cut connections at the second, without a word to anybody."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        else:
+            self._app.state.api.hurry()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's own, and then `ready`."""
@@ -93,6 +117,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's own waits for open connections; meanwhile these are brought to an end."""
+        self._stopping(len(self._app.state.api.listeners), self._limit)
         stopping = asyncio.create_task(self._app.state.api.stop(self._limit))
         await super().shutdown(sockets)
         await stopping

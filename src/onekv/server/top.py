@@ -57,21 +57,18 @@ def view(now: Reading, before: Reading, seconds: float) -> RenderableType:
     def share(part: str, whole: str) -> str:
         return f"{100 * now[part] / now[whole]:.1f} %" if now[whole] else "-"
 
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        "cells",
-        ProgressBar(total=cells, completed=used - evictable, width=40),
-        Text(f"{used - evictable:.0f} in use, {evictable:.0f} cached, {cells - used:.0f} free of {cells:.0f}"),
-    )
+    bar = ProgressBar(total=cells, completed=used - evictable, width=40)
     table = Table(box=None, show_header=False, padding=(0, 2))
+    guesses = share("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total")
     rows = (
+        ("cells", f"{used - evictable:.0f} in use, {evictable:.0f} cached, {cells - used:.0f} free of {cells:.0f}"),
         ("requests", f"{now['num_requests_running']:.0f} running, {now['num_requests_waiting']:.0f} waiting"),
         ("sessions", f"{now['num_sessions']:.0f}"),
         ("tokens/s", f"{rate('generation_tokens_total'):.1f} made, {rate('prompt_tokens_total'):.1f} of prompts"),
         ("prefix hits", f"{share('prefix_cache_hits_total', 'prefix_cache_queries_total')} of all tokens of prompts"),
         ("preempted", f"{now['num_preemptions_total']:.0f}"),
         ("evicted", f"{now['num_evicted_cells_total']:.0f} cells in {now['num_evictions_total']:.0f} evictions"),
-        ("guessed", f"{share('spec_decode_num_accepted_tokens_total', 'spec_decode_num_draft_tokens_total')} rightly"),
+        ("guesses", "none" if guesses == "-" else f"{guesses} right"),
         ("failed", f"{now['request_failure_total']:.0f}"),
     )
     for name, value in rows:

@@ -18,7 +18,7 @@ const hues = new Map(); // session id -> its number on this page, which gives it
 let sessions = [];
 let lit = null; // {session, message} the pointer is on
 
-const page = { settings: { temperature: 0.7, limit: null, ...stored("settings", {}) }, opened: open, nextName, closed: close, deleted, light };
+const page = { settings: { temperature: 0.7, limit: 512, ...stored("settings", {}) }, longest: Infinity, opened: open, nextName, closed: close, deleted, light };
 const map = new CellMap(at("map"), (id) => hues.has(id) && { name: sessions.find((one) => one.id === id)?.name ?? "Untitled", number: hues.get(id) });
 
 function hueOf(id) {
@@ -224,6 +224,7 @@ async function begin() {
   try {
     const [model] = (await get("v1/models")).data;
     at("model").textContent = model.id;
+    page.longest = model.max_model_len;
     document.title = `${model.id} · onekv`;
     await list();
     const alive = sessions.filter((session) => session.state !== "saved").map((session) => session.id);

@@ -230,7 +230,9 @@ export class Conversation {
   async #listen(messages, answer) {
     const { temperature, limit } = this.page.settings;
     const body = { session: this.id, messages, stream: true, stream_options: { include_usage: true }, temperature };
-    if (limit) body.max_completion_tokens = limit;
+    // No more than will fit after what is said: a text has at most as many tokens as bytes, and a message some more around it.
+    const said = messages.reduce((bytes, { content }) => bytes + new TextEncoder().encode(content).length + 32, 0);
+    if (limit) body.max_completion_tokens = Math.max(1, Math.min(limit, this.page.longest - this.session.tokens - said));
     const end = {};
     for await (const chunk of stream("v1/chat/completions?explain=1", body, this.#running.signal)) {
       const [choice] = chunk.choices;
