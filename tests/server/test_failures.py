@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
