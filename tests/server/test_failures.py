@@ -222,10 +222,10 @@ def test_a_server_that_stops_tells_those_it_does_not_wait_for() -> None:
 
 
 def test_a_second_signal_tells_at_once_those_who_would_be_waited_for() -> None:
-    with serving(Scripted(delay=0.01), limit=60) as served:
+    with serving(Scripted(delay=0.03), limit=60) as served:
         told: list[Any] = []
         served.server._stopping = lambda *counts: told.append(counts)
-        client = Client(served, {**LONG, "max_tokens": 1500, "stream": True})
+        client = Client(served, {**LONG, "stream": True})
         client.read_until(b"data: ")
         served.server.handle_exit(signal.SIGINT, None)
         served.until(lambda: bool(told))
