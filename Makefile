@@ -25,7 +25,7 @@ serve: setup
 
 # The page's tests also need Chromium (Debian: apt-get install chromium); without it they fail and say so.
 test: setup
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -n auto --dist worksteal --durations=10
 
 # Also what needs minutes.
 test-all: setup

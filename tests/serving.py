@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +18,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 import torch
 from fastapi import FastAPI
 from openai import OpenAI
 
 from onekv import cache_for
 from onekv.engine.engine import Engine
+from onekv.models.pull import NAMED_MODELS
 from onekv.server import run
 from onekv.server.app import create_app
 from scripted import VOCAB, Scripted
@@ -181,3 +186,21 @@ def contents(session: dict[str, Any]) -> list[tuple[str, str]]:
 
 def files_of(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.suffix == ".safetensors")
+
+
+@contextlib.contextmanager
+def demo_server(cells: int) -> Iterator[str]:
+    """A process `onekv serve` of the demo model, deterministic, saving nothing; its address. Stopped in order at the end."""
+    if not NAMED_MODELS["smollm2"].path.is_file():
+        pytest.fail("no demo model; run `make setup`", pytrace=False)
+    options = ["--weights", "float32", "--deterministic", "--port", "0", "--cells", str(cells), "--no-save"]
+    command = [sys.executable, "-m", "onekv.cli", "serve", "smollm2", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            found = re.match(r"smollm2 answers on (http://127\.0\.0\.1:\d+); sessions are not saved\n", line)
+            assert found, line
+            yield found[1]
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0

@@ -498,6 +498,7 @@ class KVCache:
 
     # --- files ------------------------------------------------------------------------------------------------------------------
 
+    @_changes_cells
     def save(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
         """Write one sequence, or the whole cache (None), to a path or a binary file. Returns how many tokens were saved.
 
@@ -543,6 +544,7 @@ class KVCache:
             state.keys[i], state.values[i] = self.store.raw_keys(i)[index], self.store.raw_values(i)[index]
         return state
 
+    @_changes_cells
     def load(self, path: files.Target, seq: SeqLike | None = None, *, progress: files.Progress | None = None) -> int:
         """Read a file of `save` in place of a sequence, or of the whole cache (None). Returns how many tokens were loaded.
 

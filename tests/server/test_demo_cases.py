@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
-from onekv.models.pull import NAMED_MODELS
+from serving import demo_server
 
 pytestmark = pytest.mark.demo_model
 CELLS = 2048
@@ -22,18 +20,8 @@ CELLS = 2048
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    if not NAMED_MODELS["smollm2"].path.is_file():
-        pytest.fail("no demo model; run `make setup`", pytrace=False)
-    command = [sys.executable, "-m", "onekv.cli", "serve", "smollm2", "--weights", "float32", "--deterministic", "--port", "0"]
-    with subprocess.Popen([*command, "--cells", str(CELLS), "--no-save"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            found = re.match(r"smollm2 answers on (http://127\.0\.0\.1:\d+); sessions are not saved\n", line)
-            assert found, line
-            yield found[1]
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0
+    with demo_server(CELLS) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +13,8 @@ import psutil
 import pytest
 
 from onekv import Engine, cache_for, load_model
-from onekv.models.pull import NAMED_MODELS
 from onekv.server import top
+from serving import demo_server
 
 CLIENTS = 64
 LEAVING = 16
@@ -36,18 +33,8 @@ class Asked:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    if not NAMED_MODELS["smollm2"].path.is_file():
-        pytest.fail("no demo model; run `make setup`", pytrace=False)
-    command = [sys.executable, "-m", "onekv.cli", "serve", "smollm2", "--weights", "float32", "--deterministic", "--port", "0"]
-    with subprocess.Popen([*command, "--cells", "240", "--no-save"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found, line
-            yield found[0]
-        finally:
-            process.terminate()
-            assert process.wait(60) == 0
+    with demo_server(240) as address:
+        yield address
 
 
 def asked(rng: random.Random, count: int, leaving: int) -> list[Asked]:

@@ -146,7 +146,7 @@ def test_the_numbers_of_a_conversation_are_those_of_its_session(served: Served, 
     cached, total = map(int, re.findall(r"\d+", summary.inner_text()))
     assert 0 < cached < total
     summary.click()
-    expect(talk.get_by_text(f"The conversation held the first {cached} tokens;")).to_be_visible()
+    expect(talk.get_by_text(f"What comes from position {cached} on had not been evaluated before.")).to_be_visible()
 
 
 def test_instructions_are_the_first_message_of_an_empty_conversation(served: Served, page: Page) -> None:

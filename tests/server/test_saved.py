@@ -218,7 +218,7 @@ for attempt in range(12):
     child = os.fork()
     if not child:
         store = SavedSessions(directory, "m")
-        first = max([one.created for one in store], default=0) + 1
+        first = int(max([one.created for one in store], default=0)) + 1
         for i in range(first, 10**6):
             fields = {"name": str(i), "created": i, "salt": None, "edited_at": None, "conversation": {"i": i}}
             one = Saved(id="sess_" + "a" * 32, tokens=np.full(9, i), **fields)

@@ -33,7 +33,7 @@ _ID: Final = re.compile(r"sess_[0-9a-f]{32}")
 _FILE: Final = re.compile(r"(sess_[0-9a-f]{32})\.[0-9a-f]{8}\.safetensors")
 _SCRATCH: Final = re.compile(r"\.sess_[0-9a-f]{32}\..*\.part")
 _TABLE: Final = """CREATE TABLE IF NOT EXISTS sessions (
-    id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, name TEXT NOT NULL, created INTEGER NOT NULL, salt TEXT,
+    id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, name TEXT NOT NULL, created REAL NOT NULL, salt TEXT,
     tokens BLOB NOT NULL, edited_at INTEGER, conversation TEXT NOT NULL, file TEXT NOT NULL, nbytes INTEGER NOT NULL)"""
 _FIELDS: Final = "id, name, created, salt, tokens, edited_at, conversation, file, nbytes"
 
@@ -52,7 +52,7 @@ class Saved:
 
     id: str
     name: str
-    created: int
+    created: float
     salt: str | None
     tokens: NDArray[np.int64]
     edited_at: int | None

@@ -48,7 +48,7 @@ class Kept:
 
     id: str
     name: str
-    created: int
+    created: float
     salt: str | None
     session: Session | None
     kind: Literal["chat", "text"] | None = None
@@ -136,7 +136,7 @@ class SessionStore:
             "id": kept.id,
             "object": "session",
             "name": kept.name,
-            "created": kept.created,
+            "created": int(kept.created),
             "tokens": tokens,
             "cells": cells,
             "bytes": session.nbytes if session is not None else 0 if on_disk is None else on_disk.nbytes,

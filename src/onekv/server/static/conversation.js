@@ -3,9 +3,8 @@
 import { get, post, stream } from "./api.js";
 import { ask, bytes, count, h, quoted } from "./dom.js";
 
-// Why no more of a prompt was cached: what its conversation held, or where the prompt and all cached prefixes part.
+// Why no more of a prompt was cached: where it parts from what the buffer held.
 const WHY = {
-  held: (cached) => `The conversation held the first ${count(cached, "token")}; what comes after them had to be evaluated.`,
   all: () => "All of the prompt was in the buffer; its last token is always evaluated, to know what follows.",
   differs: (why) => `At position ${why.position} the buffer goes on with ${quoted(why.cached_text)}, the prompt with ${quoted(why.given_text)}.`,
   evicted: (why) => `What comes from position ${why.position} on had been in the buffer, and was evicted to make room.`,
@@ -255,7 +254,7 @@ export class Conversation {
     const lines = [];
     if (usage) {
       const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-      const why = explain && (cached > explain.matched ? WHY.held(cached) : WHY[explain.where]?.(explain));
+      const why = explain && WHY[explain.where]?.(explain);
       const summary = h("summary", {}, `${cached} of ${count(usage.prompt_tokens, "prompt token")} cached`);
       lines.push(h("details", {}, summary, why && h("p", {}, why), h("p", {}, `${count(usage.completion_tokens, "token")} generated.`)));
     }
