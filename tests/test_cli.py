@@ -124,7 +124,8 @@ def test_a_chat_forks_rewinds_and_draws() -> None:
     assert "Hello" in done.stdout
     assert "cells used, head" in done.stdout
     assert "conversation 2 shares" in done.stdout
-    assert "took back 1 exchanges" in done.stdout
+    assert "took back 1 exchange\n" in done.stdout
+    assert "there is no command /nonsense" in done.stdout
     assert "expected a number from 1 to 2, got '9'" in done.stdout
     assert "expected a number from 1 to 1000000, got 'x'" in done.stdout
     assert "/rewind N" in done.stdout
