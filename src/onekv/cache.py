@@ -23,7 +23,7 @@ from onekv.attention import Buckets, Score, View, backend as find_backend
 from onekv.attention.reference import dense_mask
 from onekv.attention.sdpa import Entries, entries_of
 from onekv.codecs import converted
-from onekv.config import CacheConfig
+from onekv.config import CacheConfig, check_least
 from onekv.core import loops
 from onekv.core.batch import Batch, Ubatch, as_seq_id, columns, split as cut
 from onekv.core.cells import Cells, Committed, Rule, Slots, is_empty_span
@@ -999,10 +999,8 @@ class ContextShift:
 
     def __post_init__(self) -> None:
         for name, value in (("n_keep", self.n_keep), ("n_discard", self.n_discard)):
-            if value is None and name == "n_discard":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
+            if value is not None or name == "n_keep":
+                check_least(name, value, 0)
 
     def make_room(self, seq: Sequence) -> int:
         """Remove tokens from a sequence, as `Sequence.remove(mode="shift")` does. Returns how many; 0 only if it was empty."""

@@ -70,6 +70,16 @@ class CacheConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
 
 
+def check_least(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer of at least `least`.
+
+    Raises:
+        ConfigError: names it, and what came.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
 def _check_count(name: str, value: object, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigError(f"{name} must be an integer from 1 to {most}, got {value!r}")

@@ -58,7 +58,7 @@ def test_a_windowed_model_can_go_on_from_the_end_of_every_turn(size: int) -> Non
     """What a window has given up is lost, except at points: a prompt that parts from another at the end of a turn finds its cells."""
     model = Scripted(says("a long enough answer"), window=Window.sliding(size))
     with serving(model, cells=400) as served:
-        assert prompts.has_points(served.engine)
+        assert served.engine.scheduler.by_points
         system = {"role": "system", "content": "be kind and patient with everybody"}
         first = {"messages": [system, {"role": "user", "content": "one question"}], "temperature": 0}
         served.ok("/v1/chat/completions", first)
@@ -66,4 +66,4 @@ def test_a_windowed_model_can_go_on_from_the_end_of_every_turn(size: int) -> Non
         answer = served.ok("/v1/chat/completions", other)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= len("<system\n") + len(system["content"]) + len(">\n")
     with serving() as served:
-        assert not prompts.has_points(served.engine)
+        assert not served.engine.scheduler.by_points

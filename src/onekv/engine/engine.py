@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from onekv.cache import ContextShift, KVCache
+from onekv.config import check_least
 from onekv.core.batch import Batch
 from onekv.core.prefix import Difference, Key, checked_key
 from onekv.engine.beams import Beams
@@ -33,7 +34,7 @@ from onekv.engine.guide import Guides
 from onekv.engine.output import Output, Piece
 from onekv.engine.request import Delta, Done, Failed, Finished, FinishReason, PromptLogprobs, Request, Result, Started, Stream
 from onekv.engine.sampler import Sampler, Sampling, token_logprobs
-from onekv.engine.scheduler import Counts, Job, Run, Scheduler, Share
+from onekv.engine.scheduler import Job, Run, Scheduler, Share
 from onekv.engine.session import Session
 from onekv.errors import BatchError, CacheFull, ConfigError, EngineClosed, OneKVError, QueueFull, RequestTooLarge, ShiftError
 from onekv.models import Model
@@ -55,7 +56,9 @@ class EngineStats:
         finished:        requests by how they ended: "stop", "length" or "cancelled" (of their last answer), "failed"
         prompt_tokens, cached_tokens: of requests that began; the second is what was not evaluated
         step_seconds:    time spent in steps
-        the rest:        `Counts`
+        preemptions, evictions, evicted_cells: of answers that had to wait; of cached prefixes and idle sessions, and their cells
+        prefix_queries, prefix_hits: requests that began, and those of which a beginning was held
+        drafted_tokens, accepted_tokens: guesses, and those that were right
     """
 
     running: int = 0
@@ -120,14 +123,11 @@ class Engine:
             raise ConfigError(f"cache must be a KVCache, got {cache!r}")
         for name, value, least in (
             ("max_running", max_running, 1),
-            ("max_batch_tokens", max_batch_tokens, 2),
             ("max_waiting", max_waiting, 1),
             ("speculate", speculate, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if max_batch_tokens <= max_running:
-            raise ConfigError(f"max_batch_tokens must be an integer of at least {max_running + 1}, got {max_batch_tokens!r}")
+            check_least(name, value, least)
+        check_least("max_batch_tokens", max_batch_tokens, max_running + 1)
         if preempt not in ("recompute", "spill"):
             raise ConfigError(f'preempt must be "recompute" or "spill", got {preempt!r}')
         if cache.config.max_seqs <= max_running:
@@ -142,12 +142,12 @@ class Engine:
         self.limit: int = min(cache.num_cells, model.max_positions) if full else model.max_positions
         self.cell_nbytes = sum(cache.store.cell_nbytes([i]) for i in cache.store.physical)
         self.scheduler = Scheduler(cache, self.limit, max_running, max_batch_tokens, preempt, speculate)
+        self._counts = self.scheduler.counts
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._jobs: dict[Stream, Job] = {}
         self._queued = 0  # answers of requests that have not started
         self._alone: deque[Job] = deque()  # to be tried one by one, after a step failed with several
         self._arrivals = 0
-        self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._step_seconds = 0.0
         self._stats = self._new_stats()
@@ -202,7 +202,8 @@ class Engine:
         if request.logprobs is not None and request.logprobs > self.model.vocab_size:
             raise ConfigError(f"logprobs={request.logprobs} is more than the {self.model.vocab_size} tokens there are")
         self._check_session(request.session)
-        shift = self._checked_shift(request.context_shift) or self.context_shift
+        self._checked_shift(request.context_shift)
+        shift = self._shift_of(request)
         wanted = 1 if request.max_tokens is None or shift is not None else request.max_tokens
         if count + wanted > limit:
             raise RequestTooLarge(
@@ -231,6 +232,10 @@ class Engine:
             reason = self.cache.no_shift or "recurrent states cannot follow"
             raise ConfigError(f"context_shift is not possible with this model: {reason}")
         return shift
+
+    def _shift_of(self, request: Request) -> ContextShift | None:
+        """What gives way when this request is at the limit."""
+        return request.context_shift or self.context_shift
 
     def request(self, prompt: str | Listing[int] | Listing[Mapping[str, Any]], **options: Any) -> Request:
         """A request from a raw text, token ids, or messages for the chat template; options are fields of `Request` and `Sampling`.
@@ -501,7 +506,7 @@ class Engine:
 
     def _shift(self, run: Run) -> None:
         """An answer is as long as it can be: let its oldest tokens give way, or end it."""
-        shift, seq = run.job.request.context_shift or self.context_shift, run.seq
+        shift, seq = self._shift_of(run.job.request), run.seq
         if shift is None or seq is None:
             return
         keep = min(shift.n_keep, len(seq) - 1)
@@ -642,10 +647,10 @@ class Engine:
                 break
             token = run.sampler(logits[i])
             self._take(run, token, logits[i])
-            self.scheduler.counts.accepted_tokens += i < len(draft) and token == draft[i]
+            self._counts["accepted_tokens"] += i < len(draft) and token == draft[i]
             if i == len(draft) or token != draft[i]:
                 break
-        self.scheduler.counts.drafted_tokens += len(draft)
+        self._counts["drafted_tokens"] += len(draft)
         if run.seq is not None and run.computed >= len(run.tokens) and run.made:
             self.scheduler.truncate(run.seq, len(run.tokens) - 1)
         if run.reason is not None:
@@ -666,7 +671,7 @@ class Engine:
         self._give(run, piece)
         if is_end or piece.stopped or (run.sampler.guide is not None and run.sampler.guide.is_finished):
             run.reason = "stop"
-        elif run.made == request.max_tokens or (len(run.tokens) >= self.limit and not (request.context_shift or self.context_shift)):
+        elif run.made == request.max_tokens or (len(run.tokens) >= self.limit and not self._shift_of(request)):
             run.reason = "length"
 
     @staticmethod
@@ -725,8 +730,6 @@ class Engine:
 
     def _new_stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.cache
-        owned = cache.cells.count_owned(0, [run.seq.id for run in scheduler.running if run.seq is not None])
-        counts: Counts = scheduler.counts
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -734,12 +737,11 @@ class Engine:
             num_cells=cache.num_cells,
             used_cells=cache.num_used,
             free_cells=cache.num_free,
-            evictable_cells=cache.num_used - owned,
+            evictable_cells=cache.num_used - scheduler.count_owned(0),
             cell_nbytes=self.cell_nbytes,
             finished=dict(self._finished),
             step_seconds=self._step_seconds,
-            **{f.name: getattr(counts, f.name) for f in fields(Counts)},
-            **{name: self._counts[name] for name in ("requests", "prompt_tokens", "cached_tokens", "generated_tokens", "steps")},
+            **self._counts,
         )
 
     def _cells(self, group: int) -> dict[str, Any]:

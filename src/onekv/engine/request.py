@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from onekv.cache import ContextShift
+from onekv.config import check_least
 from onekv.core.prefix import Difference, Key, checked_key
 from onekv.engine.guide import Guide
 from onekv.engine.sampler import Sampling, TokenLogprobs
@@ -101,8 +102,7 @@ class Request:
         for name, value, least in limits:
             if value is None and name in ("max_tokens", "logprobs"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+            check_least(name, value, least)
         for point in self.points:
             if isinstance(point, bool) or not isinstance(point, int):
                 raise ConfigError(f"points are lengths of the prompt's beginnings, integers; got {point!r}")

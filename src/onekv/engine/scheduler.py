@@ -12,6 +12,7 @@ import logging
 import tempfile
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,19 +126,6 @@ class Share:
     draft: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class Counts:
-    """What has happened since the engine began."""
-
-    preemptions: int = 0
-    evictions: int = 0
-    evicted_cells: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 class Scheduler:
     """Args:
     cache:            whose cells are shared out
@@ -163,7 +151,7 @@ class Scheduler:
         self.sessions: set[Session] = set()
         self.waiting: list[Run] = []  # the older first
         self.running: list[Run] = []  # in the order they were admitted
-        self.counts = Counts()
+        self.counts: Counter[str] = Counter()  # what has happened since the engine began, by the names of `EngineStats`
         self._clock = 0
         self._max_rows = max_batch_tokens  # fewer for a while, after that many did not fit at once
         self._spills = tempfile.TemporaryDirectory(prefix="onekv-", ignore_cleanup_errors=True)
@@ -276,8 +264,8 @@ class Scheduler:
         self.running.append(run)
         if run.job.cached_tokens is None:
             run.job.cached_tokens = run.computed
-            self.counts.prefix_queries += 1
-            self.counts.prefix_hits += run.computed > 0
+            self.counts["prefix_queries"] += 1
+            self.counts["prefix_hits"] += run.computed > 0
         return True
 
     def explain(self, key: Key, prompt: NDArray[np.int64], session: Session | None = None) -> Difference:
@@ -354,11 +342,13 @@ class Scheduler:
 
     def _fits(self, run: Run) -> bool:
         """Whether all who run, and this one, can catch up with their tokens and get one more each."""
-        answers = [*self.running, run]
         if not self.cache.cells.groups[0].window.is_full:
             return True  # a window's cells are taken over as it moves on; what does not fit is seen when the batch is planned
-        owned = self.cache.cells.count_owned(0, [r.seq.id for r in answers if r.seq is not None])
-        return owned + sum(r.pending + r.splits for r in answers) <= self.cache.num_cells
+        return self.count_owned(0, run) + sum(r.pending + r.splits for r in (*self.running, run)) <= self.cache.num_cells
+
+    def count_owned(self, group: int, *others: Run) -> int:
+        """Cells of a group that answers own: those that run, and others. Cost: O(cells + entries)."""
+        return self.cache.cells.count_owned(group, [run.seq.id for run in (*self.running, *others) if run.seq is not None])
 
     # --- cells ------------------------------------------------------------------------------------------------------------------
 
@@ -422,8 +412,7 @@ class Scheduler:
             session = next((s for s in self._idle() if s.seq is not None and gain(s.seq, 0)), None)
             if session is None:
                 # What is left is shared: among those who are idle, too?
-                owned = cells.count_owned(group, [run.seq.id for run in self.running if run.seq is not None])
-                return owned < cells.groups[group].num_used and self._give_up_one()
+                return self.count_owned(group) < cells.groups[group].num_used and self._give_up_one()
             session.evict()
         elif evicted.keep:
             self.cache.seq_rm(evicted.holder, evicted.keep, -1)
@@ -450,8 +439,8 @@ class Scheduler:
         return sorted((s for s in self.sessions if s.seq is not None), key=lambda s: s.used)
 
     def _note_given_up(self, free_before: int) -> None:
-        self.counts.evictions += 1
-        self.counts.evicted_cells += self.cache.num_free - free_before
+        self.counts["evictions"] += 1
+        self.counts["evicted_cells"] += self.cache.num_free - free_before
 
     def preempt(self) -> bool:
         """Let the youngest answer wait, if there is another; of a beam search all beams, which cannot go on without one of them. It is not
@@ -462,7 +451,7 @@ class Scheduler:
             return False
         for run in runs:
             self.running.remove(run)
-            self.counts.preemptions += 1
+            self.counts["preemptions"] += 1
             self._set_aside(run)
             self.submit(run)
         self._refused = min(runs, key=lambda r: r.age)

@@ -87,7 +87,7 @@ def chat_request(
         prompt=tuple(ids),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         guide=guide_of(engine, body),
-        points=tuple(ends(engine.model.text, messages, tools, ids)) if has_points(engine) else (),
+        points=tuple(ends(engine.model.text, messages, tools, ids)) if engine.scheduler.by_points else (),
         explain=explain,
         **_common(engine, body, session),
     )
@@ -203,20 +203,20 @@ def _check_tools(text: Text, param: str) -> None:
 
 
 def rendered(
-    text: Text,
-    messages: Sequence[Turn],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    add_generation_prompt: bool = True,
-    opened: str = "",
+    text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, *, add_generation_prompt: bool = True
 ) -> list[int]:
-    """Token ids of a conversation, and of what is written of its answer already.
+    """Token ids of a conversation.
 
     Raises:
         ApiError: the template refuses it.
     """
+    return text.encode(_written(text, messages, tools, add_generation_prompt), special=False)
+
+
+def _written(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool = True) -> str:
+    """A conversation as the template writes it; a refusal is an ApiError."""
     try:
-        return text.encode(text.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt) + opened, special=False)
+        return text.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
     except ConfigError as error:
         raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
 
@@ -242,11 +242,6 @@ def guide_of(engine: Engine, body: ChatRequest) -> Guide | None:
 
 
 # --- where turns end ------------------------------------------------------------------------------------------------------------
-
-
-def has_points(engine: Engine) -> bool:
-    """Whether it is a matter of choice which beginnings of a prompt stay restorable."""
-    return any(not layer.window.is_full or layer.states for layer in engine.cache.layers)
 
 
 def ends(text: Text, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None, ids: Sequence[int]) -> list[int]:
@@ -293,10 +288,7 @@ def continued(
     Raises:
         ApiError: the template refuses it.
     """
-    try:
-        whole = text.chat_text(messages, tools=tools) + opened
-    except ConfigError as error:
-        raise ApiError(400, f"messages: {error}", param="messages", code="invalid_value") from error
+    whole = _written(text, messages, tools) + opened
     if held:
         ids = [*held, *text.encode(whole[len(text.decode(held, special=True)) :], special=False)]
         if text.decode(ids, special=True) == whole:
